@@ -1,0 +1,1 @@
+"""The commands: `python -m launch.<name>`. One file each: flags → config → one call."""
