@@ -1,0 +1,104 @@
+"""The safetensors format, one tensor at a time: u64 header length, JSON header, raw little-endian data.
+
+The `safetensors` package reads whole tensors well but knows no float8 in NumPy and writes a file only
+from all of its tensors at once; both matter here.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from glm5_jax.errors import UserError
+
+DTYPES: dict[str, np.dtype] = {
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # the reference implementation's limit, in bytes
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+  """Where one tensor lies; `start` counts from the beginning of the file, in bytes."""
+
+  file: Path
+  name: str
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  start: int
+
+  def read(self) -> np.ndarray:
+    """The tensor, in its stored dtype; nothing else of the file is read."""
+    count = int(np.prod(self.shape, dtype=np.int64))
+    return np.fromfile(self.file, self.dtype, count, offset=self.start).reshape(self.shape)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+  """Every tensor of a file by name, without its data.
+
+  Raises:
+    UserError: the file is missing, torn, not safetensors, or holds a dtype that is no floating weight.
+  """
+  try:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+      (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
+      if size < 8 or length > min(size - 8, _MAX_HEADER):
+        raise UserError(f"{file} is cut short or no safetensors file: {size} bytes")
+      header = json.loads(stream.read(length))
+  except FileNotFoundError:
+    raise UserError(f"{file} is missing") from None
+  except ValueError:
+    raise UserError(f"{file} is no safetensors file: its header is not JSON") from None
+  header.pop("__metadata__", None)
+  tensors, end = {}, 8 + length
+  for name, entry in header.items():
+    if entry["dtype"] not in DTYPES:
+      raise UserError(f"{file}: {name} has dtype {entry['dtype']}; one of {', '.join(DTYPES)} can be read")
+    begin, stop = entry["data_offsets"]
+    stored = StoredTensor(file, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
+    if stop - begin != stored.dtype.itemsize * int(np.prod(stored.shape, dtype=np.int64)):
+      raise UserError(
+        f"{file}: {name} takes {stop - begin} bytes, which does not fit shape {list(stored.shape)}"
+      )
+    tensors[name], end = stored, max(end, 8 + length + stop)
+  if end > size:
+    raise UserError(f"{file} is cut short: {size} bytes, its header tells of {end}")
+  return tensors
+
+
+def write(
+  file: Path, specs: dict[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[np.ndarray]
+) -> None:
+  """Writes tensors one after the other, so that only one of them need exist at a time.
+
+  Args:
+    file: created or overwritten, and flushed to the disk.
+    specs: name -> (shape, dtype), known before any data is.
+    arrays: one array per entry of `specs`, in that order.
+  """
+  header, offset = {"__metadata__": {"format": "pt"}}, 0  # transformers insists on the format key
+  for name, (shape, dtype) in specs.items():
+    stop = offset + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
+    offset = stop
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # data begins at a multiple of eight
+  source: Iterator[np.ndarray] = iter(arrays)
+  with file.open("wb") as stream:
+    stream.write(struct.pack("<Q", len(text)) + text)
+    for (shape, dtype), array in zip(specs.values(), source, strict=True):
+      assert array.shape == shape and array.dtype == dtype
+      stream.write(np.ascontiguousarray(array).view(np.uint8).data)
+    stream.flush()
+    os.fsync(stream.fileno())
