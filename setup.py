@@ -20,6 +20,7 @@ CORE = [
   "numpy>=2.4.6",
   "ml_dtypes>=0.6.0",
   "matplotlib>=3.11.2",
+  "tqdm>=4.70.1",
   "tensorboardX>=2.6.5",
   "aiohttp>=3.14.5",
   "docker>=7.2.0",

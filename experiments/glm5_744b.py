@@ -3,11 +3,20 @@
 `--config=experiments/glm5_744b.py:5.2` gives GLM-5.2's architecture.
 """
 
-from glm5_jax.config import DataConfig, OptimConfig, RunConfig, TrainConfig, glm5_2_744b, glm5_744b
+from glm5_jax.config import (
+  DataConfig,
+  MeshConfig,
+  OptimConfig,
+  RunConfig,
+  TrainConfig,
+  glm5_2_744b,
+  glm5_744b,
+)
 from glm5_jax.errors import UserError
 
 SEQ_LEN = 4096  # tokens a row
 TOKENS = 27 * 10**12  # the whole of pre-training
+SWITCH_TOKENS = 15 * 10**12  # λ of MTP falls to 0.1 and the router's bias rate to 0
 BATCH_TOKENS = 64 * 10**6  # a step, after the warm-up
 FIRST_BATCH_TOKENS = 16 * 10**6
 WARMUP_TOKENS = 500 * 10**9  # over which the batch grows
@@ -20,25 +29,25 @@ MODELS = {"5": glm5_744b, "5.1": glm5_744b, "5.2": glm5_2_744b}
 def get_config(version: str = "5") -> RunConfig:
   if version not in MODELS:
     raise UserError(f"experiments/glm5_744b.py:{version}: the version should be {' or '.join(MODELS)}")
-  warmup, steps = batch_schedule()
-  model = MODELS[version]()
+  steps = steps_until(TOKENS)
   return RunConfig(
     name=f"glm{version}_744b",
-    model=model.replace(remat="full"),
+    model=MODELS[version]().replace(remat="full"),
     data=DataConfig(seq_len=SEQ_LEN, packing="truncate"),
     optim=OptimConfig(name="muon_split", peak_lr=2e-4, final_lr=4e-5, schedule="cosine", warmup_steps=2000),
     train=TrainConfig(
       steps=steps,
       batch_size=rows(BATCH_TOKENS),
-      batch_warmup=warmup,
+      batch_warmup=",".join(f"{rows}:{until}" for rows, until in batch_warmup()),
       mtp_weight=0.3,
       mtp_weight_final=0.1,
-      mtp_switch=15 / 27,  # in tokens; a share of the steps differs by the shorter batches at the start
+      mtp_switch=steps_until(SWITCH_TOKENS) / steps,
       router_bias_rate=1e-3,
       balance_weight=1e-4,
       eval_every=1000,
       checkpoint_every=500,
     ),
+    mesh=MeshConfig(data=1, fsdp=-1, expert=8),  # ours
   )
 
 
@@ -47,11 +56,16 @@ def rows(tokens: float) -> int:
   return round(tokens / SEQ_LEN / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def batch_schedule() -> tuple[str, int]:
-  """(`batch_warmup` of TrainConfig, steps that make up TOKENS)."""
+def batch_warmup() -> list[tuple[int, int]]:
+  """(rows, until_step) of each stage of the batch's growth."""
   stages, step = [], 0
   for i in range(WARMUP_STAGES):
     batch = rows(FIRST_BATCH_TOKENS + (BATCH_TOKENS - FIRST_BATCH_TOKENS) * i / WARMUP_STAGES)
     step += round(WARMUP_TOKENS / WARMUP_STAGES / (batch * SEQ_LEN))
-    stages.append(f"{batch}:{step}")
-  return ",".join(stages), step + round((TOKENS - WARMUP_TOKENS) / (rows(BATCH_TOKENS) * SEQ_LEN))
+    stages.append((batch, step))
+  return stages
+
+
+def steps_until(tokens: int) -> int:
+  """Steps that train on `tokens`, more than WARMUP_TOKENS."""
+  return batch_warmup()[-1][1] + round((tokens - WARMUP_TOKENS) / (rows(BATCH_TOKENS) * SEQ_LEN))

@@ -13,7 +13,10 @@ from typing import Any
 from glm5_jax.config import MeshConfig, ModelConfig, RunConfig
 from glm5_jax.errors import UserError
 
-ATTENTION_LETTERS = ("D", "M", "S")  # the keys of model.attention.ATTENTION, which lies above this module
+# Names of registries that lie above this module; tests hold them equal.
+ATTENTION_LETTERS = ("D", "F", "S")  # model.attention.ATTENTION
+TOPK = ("reference",)  # pallas_kernels.topk
+GROUPED_MATMUL = ("reference", "ragged", "blocks")  # pallas_kernels.grouped_matmul
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("bfloat16", "float32")
 
@@ -23,6 +26,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
   "model.hidden_act": ("silu",),
   "model.dsa_mode": ("dense", "sparse"),
   "model.mla_form": ("auto", "expanded", "absorbed"),
+  "model.topk_implementation": ("", *TOPK),
+  "model.moe_implementation": ("", *GROUPED_MATMUL),
   "model.dtype": DTYPES,
   "model.param_dtype": DTYPES,
   "model.router_param_dtype": ("", *DTYPES),
