@@ -1,0 +1,1 @@
+"""Files to packed rows of token ids. Never imports jax."""
