@@ -1,0 +1,1 @@
+"""Losses, one file each, found by name."""

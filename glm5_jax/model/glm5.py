@@ -1,0 +1,221 @@
+"""GLM-5: embedding, scanned segments of decoder layers, head, and the shared multi-token prediction layer."""
+
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.model.attention.context import AttentionContext, Cache, LayerCache, Selection, query_blocks, write
+from glm5_jax.model.attention.dsa import GATHER_QUERIES
+from glm5_jax.model.block import Unit
+from glm5_jax.model.layers import project, rms_norm, rope_tables
+from glm5_jax.model.mtp import MultiTokenPrediction
+from glm5_jax.model.plan import Segment, layer_plan
+from glm5_jax.model.weights import normal, ones, weight
+
+
+@flax.struct.dataclass
+class ModelOutput:
+  """hidden is after the final norm; logits are float32 and cost nothing under jit where unused.
+
+  aux: "router_counts", a tree like the parameters' with [E] (or [repeats, E]) leaves; "balance", the sum
+  over rows and layers of the sequence balance loss; "mtp_hidden_KBTD" where MTP was asked for.
+  """
+
+  hidden_BTD: jax.Array
+  logits_BTV: jax.Array
+  aux: dict[str, Any]
+  cache: Cache | None = None
+
+
+class GLM5(nn.Module):
+  """Pure function of (params, tokens): `GLM5(cfg).apply({"params": p}, tokens_BT) -> ModelOutput`."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array | None = None,
+    segment_ids_BT: jax.Array | None = None,
+    cache: Cache | None = None,
+    mtp_depths: int = 0,
+    from_start: bool = False,
+  ) -> ModelOutput:
+    """Runs the trunk, and `mtp_depths` depths of multi-token prediction beside it.
+
+    Args:
+      tokens_BT: int32 ids.
+      positions_BT: rope positions; None counts from 0 in each segment.
+      segment_ids_BT: documents of a packed row, 1, 2, …; 0 is padding, which nothing attends to. None is
+        one document a row.
+      cache: the past; new tokens are appended to it and returned in `.cache`. Needs `scan_layers` off.
+      mtp_depths: 0, or how many depths to compute in training form (from tokens of the same row).
+      from_start: the cache is empty, so that attention need only read the new tokens (prefill).
+    """
+    cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
+    D, V = cfg.hidden_size, cfg.vocab_size
+    embed_VD = weight(self, "embed", (V, D), ("vocab", "embed"), normal(cfg), cfg.param_dtype)
+    norm_D = weight(self, "final_norm", (D,), ("embed",), ones, cfg.param_dtype)
+    head_DV = embed_VD.T
+    if not cfg.tie_word_embeddings:
+      head_DV = weight(self, "head", (D, V), ("embed", "vocab"), normal(cfg), cfg.param_dtype)
+    if segment_ids_BT is None:
+      segment_ids_BT = jnp.ones_like(tokens_BT)
+    ctx, cache = attention_context(cfg, positions_BT, segment_ids_BT, cache, from_start)
+
+    x_BTD = embed_VD[tokens_BT].astype(dtype)
+    self.sow("intermediates", "embedding_BTD", x_BTD)
+    x_BTD, layer_caches, aux = self._trunk(x_BTD, ctx, cache)
+    hidden_BTD = rms_norm(x_BTD, norm_D, cfg.rms_norm_eps)
+    if cfg.num_nextn_predict_layers and (mtp_depths or self.is_initializing()):
+      mtp = MultiTokenPrediction(cfg, name="mtp")
+      future = [_shifted(tokens_BT, k) for k in range(1, max(mtp_depths, 1) + 1)]
+      hiddens, _, mtp_aux = mtp(hidden_BTD, [embed_VD[t].astype(dtype) for t in future], ctx)
+      aux["mtp_hidden_KBTD"] = jnp.stack(hiddens)
+      aux["router_counts"]["mtp"] = {"block": mtp_aux["counts_E"]}
+      aux["balance"] += mtp_aux["balance"]
+    logits_BTV = project(hidden_BTD, head_DV, dtype).astype(jnp.float32)
+    if cache is not None:
+      length = cache.length + tokens_BT.shape[1]
+      cache = Cache(layer_caches, cache.segment_ids_BS, length)
+    return ModelOutput(hidden_BTD, logits_BTV, aux, cache)
+
+  def _trunk(self, x_BTD: jax.Array, ctx: AttentionContext, cache: Cache | None):
+    cfg = self.cfg
+    if cache is not None and cfg.scan_layers:
+      raise ValueError("a cache needs scan_layers=False: pass the params and config of plan.unstack")
+    aux: dict[str, Any] = {"router_counts": {}, "balance": jnp.zeros((), jnp.float32)}
+    carry = (x_BTD, empty_selection(cfg, ctx, x_BTD.shape[0]))
+    new_caches = []
+    for segment in layer_plan(cfg):
+      caches = (None,) * segment.period if cache is None else cache.layers[segment.start :][: segment.period]
+      carry, (layer_caches, unit_aux) = self._unit(segment)(carry, caches, ctx)
+      new_caches.extend(layer_caches)
+      counts = {block: a["counts_E"] for block, a in unit_aux.items() if a}
+      if counts:
+        aux["router_counts"][segment.name] = counts
+        aux["balance"] += sum(jnp.sum(a["balance"]) for a in unit_aux.values() if a)
+    return carry[0], tuple(new_caches), aux
+
+  def _unit(self, segment: Segment) -> nn.Module:
+    if not segment.stacked:
+      return Unit(self.cfg, segment.unit, name=segment.name)
+    scanned = nn.scan(
+      Unit,
+      variable_axes={"params": 0, "intermediates": 0},
+      split_rngs={"params": True},
+      in_axes=(nn.broadcast, nn.broadcast),
+      length=segment.repeats,
+      metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    return scanned(self.cfg, segment.unit, name=segment.name)
+
+
+def attention_context(
+  cfg: ModelConfig,
+  positions_BT: jax.Array | None,
+  segments_BT: jax.Array,
+  cache: Cache | None,
+  from_start: bool,
+) -> tuple[AttentionContext, Cache | None]:
+  """Positions, slots and visibility of a pass; with a cache, its segments with the new ones written."""
+  T = segments_BT.shape[1]
+  offsets_T = jnp.arange(T, dtype=jnp.int32)
+  if cache is None or from_start:
+    slots_BT = jnp.broadcast_to(offsets_T, segments_BT.shape)
+    if positions_BT is None:
+      positions_BT = slots_BT - _segment_starts(segments_BT)
+  else:
+    slots_BT = jnp.broadcast_to(cache.length[..., None] + offsets_T, segments_BT.shape)
+    if positions_BT is None:
+      raise ValueError("positions_BT must be given with a filled cache: padding before a row is not position")
+  key_segments = segments_BT
+  if cache is not None:
+    cache = cache._replace(segment_ids_BS=write(cache.segment_ids_BS, segments_BT, cache.length))
+    key_segments = segments_BT if from_start else cache.segment_ids_BS
+  tables = rope_tables(positions_BT, cfg.qk_rope_head_dim, cfg.rope_theta)
+  length = None if cache is None else cache.length
+  ctx = AttentionContext(tables, slots_BT, segments_BT, key_segments, length, from_start)
+  return ctx, cache
+
+
+def _segment_starts(segments_BT: jax.Array) -> jax.Array:
+  """Slot at which each token's segment begins, [B, T]."""
+  slots = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
+  first = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
+  return jax.lax.cummax(jnp.where(first, slots, 0), axis=1)
+
+
+def _shifted(tokens_BT: jax.Array, k: int) -> jax.Array:
+  """tokens[i + k] at slot i; never wraps: slots without a successor in the row get id 0, and no loss."""
+  return jnp.pad(tokens_BT[:, k:], ((0, 0), (0, min(k, tokens_BT.shape[1]))))
+
+
+def empty_selection(cfg: ModelConfig, ctx: AttentionContext, batch: int) -> Selection | None:
+  """What IndexShare's scans start from; None where every sparse layer selects for itself."""
+  S, k = ctx.key_segments_BS.shape[1], cfg.index_topk
+  shared = any(cfg.attention_kind(i) == "D" and not cfg.owns_indexer(i) for i in range(cfg.num_hidden_layers))
+  if not shared or cfg.dsa_mode != "sparse" or S <= k:
+    return None
+  if ctx.cache_length is not None and ctx.slots_BT.shape[1] <= GATHER_QUERIES:
+    return Selection(indices_BTK=jnp.full((batch, ctx.slots_BT.shape[1], k), -1, jnp.int32))
+  blocks = query_blocks(cfg, ctx)
+  return Selection(masks=tuple(jnp.zeros((batch, end - begin, keys), bool) for begin, end, keys in blocks))
+
+
+def init_cache(cfg: ModelConfig, batch: int, capacity: int, layers: int | None = None) -> Cache:
+  """An empty cache of `capacity` slots a row for `layers` (default: the trunk's) layers.
+
+  Indexer keys are kept only where selection can happen: sparse mode and capacity > index_topk.
+  """
+  dtype = jnp.dtype(cfg.dtype)
+  scored = cfg.dsa_mode == "sparse" and capacity > cfg.index_topk
+
+  def layer_cache(layer: int) -> LayerCache:
+    latent = jnp.zeros((batch, capacity, cfg.latent_width), dtype)
+    if not (scored and cfg.owns_indexer(layer)):
+      return LayerCache(latent)
+    return LayerCache(latent, jnp.zeros((batch, capacity, cfg.index_head_dim), jnp.float32))
+
+  ids = range(cfg.num_hidden_layers) if layers is None else [cfg.num_hidden_layers] * layers
+  return Cache(
+    tuple(layer_cache(i) for i in ids),
+    jnp.zeros((batch, capacity), jnp.int32),
+    jnp.zeros((), jnp.int32),
+  )
+
+
+class Draft(nn.Module):
+  """The MTP layer alone, one depth, with a cache: what self-speculation loops. Reads the trunk's tree."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(
+    self,
+    hidden_BTD: jax.Array,
+    next_tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    cache: Cache,
+    from_start: bool = False,
+  ) -> ModelOutput:
+    """hidden of the depth before (0: the trunk's) and the tokens one depth ahead → this depth's."""
+    cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
+    embed_VD = weight(
+      self, "embed", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), normal(cfg), cfg.param_dtype
+    )
+    head_DV = embed_VD.T
+    if not cfg.tie_word_embeddings:
+      head_DV = weight(self, "head", embed_VD.shape[::-1], ("embed", "vocab"), normal(cfg), cfg.param_dtype)
+    ctx, cache = attention_context(cfg, positions_BT, segment_ids_BT, cache, from_start)
+    mtp = MultiTokenPrediction(cfg, name="mtp")
+    (hidden_BTD,), (layer_cache,), _ = mtp(hidden_BTD, [embed_VD[next_tokens_BT].astype(dtype)], ctx, cache.layers)
+    logits_BTV = project(hidden_BTD, head_DV, dtype).astype(jnp.float32)
+    cache = Cache((layer_cache,), cache.segment_ids_BS, cache.length + next_tokens_BT.shape[1])
+    return ModelOutput(hidden_BTD, logits_BTV, {}, cache)

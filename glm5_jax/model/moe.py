@@ -1,0 +1,90 @@
+"""Mixture of experts: route, sort rows by expert, grouped matmuls, combine. No token is dropped."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.model.dispatch import combine, dispatch, plan_rows
+from glm5_jax.model.layers import SwiGLU
+from glm5_jax.model.router import expert_counts, route, sequence_balance_loss
+from glm5_jax.model.weights import normal, residual, weight, zeros
+from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment
+
+
+class Experts(nn.Module):
+  """The routed experts' weights and their grouped SwiGLU."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+    cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
+    E, D, F = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
+    into, out = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
+    gate_EDF = weight(self, "gate_proj", (E, D, F), into, normal(cfg), cfg.param_dtype)
+    up_EDF = weight(self, "up_proj", (E, D, F), into, normal(cfg), cfg.param_dtype)
+    down_EFD = weight(self, "down_proj", (E, F, D), out, residual(cfg), cfg.param_dtype)
+    if _dense_is_cheaper(x_MD.shape[0], cfg):
+      return _all_experts(x_MD.astype(dtype), experts_MK, weights_MK, gate_EDF, up_EDF, down_EFD)
+    implementation = cfg.moe_implementation or None
+    alignment = row_alignment(experts_MK.size, E, implementation)
+    rows = plan_rows(experts_MK, E, alignment)
+
+    def matmul(a, w):
+      return grouped_matmul(a, w.astype(dtype), rows.group_sizes_E, implementation, alignment)
+
+    sorted_x = dispatch(x_MD.astype(dtype), rows)
+    hidden = jax.nn.silu(matmul(sorted_x, gate_EDF)) * matmul(sorted_x, up_EDF)
+    return combine(matmul(hidden, down_EFD), weights_MK, rows).astype(dtype)
+
+
+def _dense_is_cheaper(tokens: int, cfg: ModelConfig) -> bool:
+  """For a few decoded tokens on CPU, reading every expert once beats gathering the chosen ones."""
+  if cfg.moe_implementation or jax.default_backend() != "cpu":
+    return False
+  return tokens <= 32 and cfg.n_routed_experts <= 4 * tokens * cfg.num_experts_per_tok
+
+
+def _all_experts(x_MD, experts_MK, weights_MK, gate_EDF, up_EDF, down_EFD) -> jax.Array:
+  """Every expert on every token, weighted 0 where not chosen."""
+  E, D, F = gate_EDF.shape
+  chosen_MKE = experts_MK[..., None] == jnp.arange(E)
+  weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1)
+  x_EMD = jnp.broadcast_to(x_MD, (E, *x_MD.shape))
+
+  def matmul(a, w):
+    return jnp.matmul(a, w.astype(x_MD.dtype), preferred_element_type=jnp.float32).astype(x_MD.dtype)
+
+  hidden_EMF = jax.nn.silu(matmul(x_EMD, gate_EDF)) * matmul(x_EMD, up_EDF)
+  out_EMD = matmul(hidden_EMF, down_EFD).astype(jnp.float32)
+  return jnp.einsum("emd,me->md", out_EMD, weights_ME).astype(x_MD.dtype)
+
+
+class MoE(nn.Module):
+  """Routed experts plus the shared one, which is neither gated nor scaled."""
+
+  cfg: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BTD: jax.Array, valid_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (y_BTD, aux): aux["counts_E"] and aux["balance"], the sum over rows of the sequence loss."""
+    cfg = self.cfg
+    B, T, D = x_BTD.shape
+    E = cfg.n_routed_experts
+    router_dtype = cfg.router_param_dtype or cfg.param_dtype
+    router_DE = weight(self, "router", (D, E), ("embed", "experts"), normal(cfg), router_dtype)
+    bias_E = weight(self, "router_bias", (E,), ("experts",), zeros, jnp.float32)
+    x_MD = x_BTD.reshape(B * T, D)
+    logits_ME = jnp.dot(
+      x_MD.astype(jnp.float32), router_DE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    routing = route(logits_ME, jax.lax.stop_gradient(bias_E), cfg)
+    self.sow("intermediates", "experts_BTK", routing.experts_MK.reshape(B, T, -1))
+    routed_MD = Experts(cfg, name="experts")(x_MD, routing.experts_MK, routing.weights_MK)
+    shared_BTD = SwiGLU(cfg, cfg.moe_intermediate_size * cfg.n_shared_experts, name="shared")(x_BTD)
+    aux = {
+      "counts_E": expert_counts(routing.experts_MK, valid_BT.reshape(-1), E),
+      "balance": sequence_balance_loss(routing, valid_BT, cfg),
+    }
+    return routed_MD.reshape(B, T, D) + shared_BTD, aux

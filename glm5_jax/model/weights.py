@@ -1,0 +1,40 @@
+"""The one way a weight is declared: shape, logical axes and initialiser in one line.
+
+Abstract values, shardings and arrays all come from these declarations. The logical axes are
+"vocab", "embed", "q_rank", "kv_rank", "heads", "head_dim", "index_heads", "index_dim", "mlp",
+"experts" and "layers"; parallel/rules.py maps them to mesh axes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+Axes = tuple[str | None, ...]
+
+
+def weight(
+  module: nn.Module,
+  name: str,
+  shape: Sequence[int],
+  axes: Axes,
+  init: Callable,
+  dtype: str | jnp.dtype,
+) -> jax.Array:
+  """Declares and returns parameter `name` of `module`."""
+  return module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), jnp.dtype(dtype))
+
+
+def normal(cfg) -> Callable:
+  """GLM-5's initialiser for matrices: normal with `initializer_range`."""
+  return nn.initializers.normal(cfg.initializer_range)
+
+
+ones = nn.initializers.ones
+zeros = nn.initializers.zeros
+
+
+def residual(cfg) -> Callable:
+  """Matrices that write to the residual stream: scaled down by sqrt(2 · layers), as in GPT-2 (our choice)."""
+  return nn.initializers.normal(cfg.initializer_range / (2 * cfg.num_hidden_layers) ** 0.5)

@@ -1,0 +1,47 @@
+"""Public interface of the grouped matmul, dropless and differentiable.
+
+Every implementation: rows past sum(group_sizes) give 0 and get no gradient; an empty group's weight
+gradient is exactly 0.
+"""
+
+import jax
+
+from pallas_kernels.grouped_matmul import blocks, ragged, reference
+
+IMPLEMENTATIONS = {"reference": reference, "ragged": ragged, "blocks": blocks}
+
+
+def _pick(implementation: str | None):
+  name = implementation or ("blocks" if jax.default_backend() == "cpu" else "ragged")
+  if name not in IMPLEMENTATIONS:
+    raise ValueError(f"grouped_matmul implementation {name!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}")
+  return IMPLEMENTATIONS[name]
+
+
+def row_alignment(rows: int, groups: int, implementation: str | None = None) -> int:
+  """The multiple that group sizes are best padded to before `grouped_matmul`, at this shape; 1: none."""
+  return _pick(implementation).row_alignment(rows, groups)
+
+
+def grouped_matmul(
+  x_MK: jax.Array,
+  w_EKN: jax.Array,
+  group_sizes_E: jax.Array,
+  implementation: str | None = None,
+  alignment: int = 1,
+) -> jax.Array:
+  """Row m of group e becomes x[m] @ w[e]; float32 accumulation, result [M, N] in x's dtype.
+
+  Args:
+    x_MK: rows in group order.
+    w_EKN: one matrix a group.
+    group_sizes_E: int32, with a sum of at most M.
+    implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (batched matmul of aligned
+      row blocks); None picks by back end, since ragged_dot is about ten times slower on CPU.
+    alignment: what the caller promises every group size to be a multiple of.
+  """
+  if x_MK.ndim != 2 or w_EKN.ndim != 3 or x_MK.shape[1] != w_EKN.shape[1]:
+    raise ValueError(f"grouped_matmul needs x [M, K] and w [E, K, N], got {x_MK.shape} and {w_EKN.shape}")
+  if group_sizes_E.shape != w_EKN.shape[:1]:
+    raise ValueError(f"{w_EKN.shape[0]} matrices need as many group sizes, got {group_sizes_E.shape}")
+  return _pick(implementation).grouped_matmul(x_MK, w_EKN, group_sizes_E, alignment)

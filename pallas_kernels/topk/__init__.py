@@ -1,0 +1,4 @@
+"""Exact, deterministic selection of the k largest of each row."""
+
+from pallas_kernels.topk.api import topk as topk
+from pallas_kernels.topk.api import topk_mask as topk_mask
