@@ -10,10 +10,8 @@ from typing import Any
 
 from glm5_jax.errors import UserError
 
-config_dataclass = dataclasses.dataclass(unsafe_hash=True)
 
-
-@config_dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class ModelConfig:
   """Architecture and numerics. Defaults are GLM-5 (744B); source: zai-org/GLM-5 config.json."""
 
@@ -74,7 +72,7 @@ class ModelConfig:
 
   # Ours: which attention runs where, and how
   attention: str = "D"  # one letter a layer (a key of model.attention.ATTENTION), repeated to fill
-  dsa_mode: str = "dense"  # "dense": plain MLA, indexer idle (pre-training); "sparse": attend to the selected set
+  dsa_mode: str = "dense"  # "dense": plain MLA, indexer idle (pre-training); "sparse": selected keys only
   mla_form: str = "auto"  # "expanded" | "absorbed" | "auto" (fewest FLOPs for the shape)
   sliding_window: int = 4096  # keys seen by an "S" layer
   query_block: int = 0  # queries attended at a time, bounds memory; 0 picks by shape
@@ -145,20 +143,20 @@ class ModelConfig:
     return config_hf.to_hf(self)
 
 
-@config_dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class DataConfig:
   """Where tokens come from and how rows are made of documents."""
 
   folder: str = ""  # written by launch.prepare: tokenizer.model, train/*.array_record, heldout/*, meta.json
   seq_len: int = 512
-  packing: str = "truncate"  # "truncate": cut at row ends (pre-training); "best_fit": whole documents (mid-training)
+  packing: str = "truncate"  # "truncate": cut at row ends (pre-training); "best_fit": whole documents
   pack_bins: int = 64  # open rows that best_fit chooses between
   shuffle: bool = True
   seed: int = 0
   prefetch: int = 4  # batches made ahead, in threads
 
 
-@config_dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class OptimConfig:
   """Optimiser and schedule. Sources: GLM-5 report §2 and App. A; GLM-4.5 report §2.4."""
 
@@ -180,7 +178,7 @@ class OptimConfig:
   max_nonfinite: int = 5  # stop after this many non-finite gradients in a row (each skips its update)
 
 
-@config_dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class TrainConfig:
   """One stage of training."""
 
@@ -204,7 +202,7 @@ class TrainConfig:
   profile_steps: str = ""  # "20:25" writes a profiler trace of these steps
 
 
-@config_dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class MeshConfig:
   """Devices along each mesh axis; -1 takes what is left."""
 
@@ -215,7 +213,7 @@ class MeshConfig:
   tensor: int = 1
 
 
-@config_dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class RunConfig:
   """The root: what an experiment file's get_config() returns."""
 
@@ -243,12 +241,15 @@ class RunConfig:
 
 def _build(cls, values: dict[str, Any], where: str):
   fields = {field.name: field for field in dataclasses.fields(cls)}
-  kwargs = {}
+  kwargs: dict[str, Any] = {}
   for name, value in values.items():
     if name not in fields:
       raise UserError(f"{where}.{name} is not a field of {cls.__name__}; it has {', '.join(fields)}")
-    if isinstance(value, dict):
-      kwargs[name] = _build(type(fields[name].default_factory()), value, f"{where}.{name}")  # type: ignore[misc]
+    kind = fields[name].type
+    if dataclasses.is_dataclass(kind):
+      if not isinstance(value, dict):
+        raise UserError(f"{where}.{name} is a section, not the value {value!r}")
+      kwargs[name] = _build(kind, value, f"{where}.{name}")
     else:
       kwargs[name] = tuple(value) if isinstance(value, list) else value
   return cls(**kwargs)

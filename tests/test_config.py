@@ -218,9 +218,16 @@ def test_json_keeps_every_field():
   assert again == run and hash(again) == hash(run)
 
 
-def test_json_with_an_unknown_field_is_refused():
-  with pytest.raises(UserError, match=r"config\.optim\.peek_lr"):
-    RunConfig.from_json('{"optim": {"peek_lr": 1.0}}')
+@pytest.mark.parametrize(
+  ("text", "said"),
+  [
+    ('{"optim": {"peek_lr": 1.0}}', "config.optim.peek_lr is not a field"),
+    ('{"optim": 3}', "config.optim is a section"),
+  ],
+)
+def test_json_that_does_not_fit_is_refused(text, said):
+  with pytest.raises(UserError, match=said):
+    RunConfig.from_json(text)
 
 
 def test_model_configs_hash_by_value():
