@@ -17,7 +17,10 @@ from glm5_jax.errors import UserError
 ATTENTION_LETTERS = ("D", "F", "S")  # model.attention.ATTENTION
 TOPK = ("reference",)  # pallas_kernels.topk
 GROUPED_MATMUL = ("reference", "ragged", "blocks")  # pallas_kernels.grouped_matmul
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = (  # optim.schedules: SHAPES and STAGES
+  *("cosine", "linear", "constant"),
+  *("pretrain", "midtrain", "midtrain_32k", "midtrain_128k", "midtrain_200k", "dsa_warmup", "dsa_sparse"),
+)
 DTYPES = ("bfloat16", "float32")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -253,9 +256,6 @@ def _check_optim(run: RunConfig) -> None:
   optim = run.optim
   if optim.schedule in ("cosine", "linear") and optim.final_lr > optim.peak_lr:
     _fail("optim.final_lr", optim.final_lr, f"at most peak_lr={optim.peak_lr}")
-  if 0 < optim.decay_steps <= optim.warmup_steps:
-    right = f"more than warmup_steps={optim.warmup_steps}, or 0 for train.steps"
-    _fail("optim.decay_steps", optim.decay_steps, right)
 
 
 def _check_batches(run: RunConfig) -> None:
