@@ -204,7 +204,7 @@ def test_letters_and_names_are_those_of_the_registries():
   from pallas_kernels.topk import api as topk
 
   assert set(config_checks.ATTENTION_LETTERS) == set(ATTENTION)
-  assert config_checks.SCHEDULES == (*schedules.SHAPES, *schedules.STAGES)
+  assert (*schedules.SHAPES, *schedules.STAGES) == config_checks.SCHEDULES
   assert set(config_checks.TOPK) == set(topk.IMPLEMENTATIONS)
   assert set(config_checks.GROUPED_MATMUL) == set(grouped_matmul.IMPLEMENTATIONS)
 
