@@ -1,1 +1,1 @@
-"""Each benchmark prints a table, with its peers measured beside it in the same run."""
+"""Speed beside peers measured in the same run. `python -m experiments.benchmarks.table` prints it all."""

@@ -78,7 +78,9 @@ def train_flops(cfg: ModelConfig, rows: int, length: int) -> float:
   mla = hidden * (cfg.q_lora_rank + cfg.latent_width) + cfg.q_lora_rank * heads * cfg.qk_head_dim
   mla += cfg.kv_lora_rank * heads * (cfg.qk_nope_head_dim + cfg.v_head_dim) + heads * cfg.v_head_dim * hidden
   indexer = cfg.q_lora_rank * cfg.index_n_heads * cfg.index_head_dim
-  indexer += hidden * (cfg.index_head_dim + cfg.index_n_heads) + cfg.index_n_heads * cfg.index_head_dim * length
+  indexer += (
+    hidden * (cfg.index_head_dim + cfg.index_n_heads) + cfg.index_n_heads * cfg.index_head_dim * length
+  )
 
   trained, forward_only = hidden * cfg.vocab_size, 0
   for layer in range(cfg.num_hidden_layers):
