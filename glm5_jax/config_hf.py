@@ -22,12 +22,34 @@ TRANSFORMERS_SKIP_OFFSET = 2  # its default of index_skip_topk_offset, where ind
 
 # Copied as they stand, under the same name on both sides.
 _SAME = (
-  "vocab_size hidden_size num_hidden_layers intermediate_size max_position_embeddings num_attention_heads "
-  "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_n_heads index_head_dim "
-  "index_topk moe_layer_freq n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size "
-  "n_group topk_group norm_topk_prob routed_scaling_factor rms_norm_eps attention_dropout "
-  "tie_word_embeddings initializer_range"
-).split()
+  "vocab_size",
+  "hidden_size",
+  "num_hidden_layers",
+  "intermediate_size",
+  "max_position_embeddings",
+  "num_attention_heads",
+  "q_lora_rank",
+  "kv_lora_rank",
+  "qk_nope_head_dim",
+  "qk_rope_head_dim",
+  "v_head_dim",
+  "index_n_heads",
+  "index_head_dim",
+  "index_topk",
+  "moe_layer_freq",
+  "n_routed_experts",
+  "num_experts_per_tok",
+  "n_shared_experts",
+  "moe_intermediate_size",
+  "n_group",
+  "topk_group",
+  "norm_topk_prob",
+  "routed_scaling_factor",
+  "rms_norm_eps",
+  "attention_dropout",
+  "tie_word_embeddings",
+  "initializer_range",
+)
 
 # Values that the architecture fixes: another one in the file means another model.
 _FIXED: dict[str, Any] = {

@@ -42,6 +42,14 @@ def load_config(folder: str | Path, **ours) -> ModelConfig:
   return ModelConfig.from_hf(_read_json(Path(folder) / CONFIG_FILE), **ours)
 
 
+def is_hf_folder(folder: str | Path) -> bool:
+  """Whether the folder is meant as Hugging Face's (our run folders have another config.json)."""
+  folder = Path(folder)
+  if (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists():
+    return True
+  return (folder / CONFIG_FILE).is_file() and "model_type" in _read_json(folder / CONFIG_FILE)
+
+
 def load_params(folder: str | Path, cfg: ModelConfig, drop_mtp: bool = False) -> dict[str, Any]:
   """The parameter tree of `cfg` (jax arrays on the default device) from a Hugging Face folder.
 
@@ -109,9 +117,10 @@ def _match(
   if missing:
     raise UserError(f"{folder}: {_listing(missing)} missing; is this config of another checkpoint?")
   for tensor in todo:
-    if stored[tensor.name].shape != tensor.shape:
+    found = stored[tensor.name].shape
+    if found != tensor.shape:
       raise UserError(
-        f"{folder}: {tensor.name} has shape {list(stored[tensor.name].shape)}; this config needs {list(tensor.shape)}"
+        f"{folder}: {tensor.name} has shape {list(found)}; this config needs {list(tensor.shape)}"
       )
   used = {tensor.name for tensor in todo}
   used |= {name + _SCALE_END for name in used if stored[name].dtype == _FP8}

@@ -56,17 +56,17 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
       if size < 8 or length > min(size - 8, _MAX_HEADER):
         raise UserError(f"{file} is cut short or no safetensors file: {size} bytes")
       header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
   except FileNotFoundError:
     raise UserError(f"{file} is missing") from None
-  except ValueError:
-    raise UserError(f"{file} is no safetensors file: its header is not JSON") from None
-  header.pop("__metadata__", None)
+  except (ValueError, AttributeError, TypeError, KeyError):
+    raise UserError(f"{file} is no safetensors file: its header does not list tensors") from None
   tensors, end = {}, 8 + length
-  for name, entry in header.items():
-    if entry["dtype"] not in DTYPES:
-      raise UserError(f"{file}: {name} has dtype {entry['dtype']}; one of {', '.join(DTYPES)} can be read")
-    begin, stop = entry["data_offsets"]
-    stored = StoredTensor(file, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
+  for name, dtype, shape, begin, stop in entries:
+    if dtype not in DTYPES:
+      raise UserError(f"{file}: {name} has dtype {dtype}; one of {', '.join(DTYPES)} can be read")
+    stored = StoredTensor(file, name, DTYPES[dtype], shape, 8 + length + begin)
     if stop - begin != stored.dtype.itemsize * int(np.prod(stored.shape, dtype=np.int64)):
       raise UserError(
         f"{file}: {name} takes {stop - begin} bytes, which does not fit shape {list(stored.shape)}"

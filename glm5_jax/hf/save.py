@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from glm5_jax.config import ModelConfig
@@ -105,8 +106,15 @@ def _bytes(cfg: ModelConfig, tensor: names.Tensor) -> int:
 def _flatten(tree: dict[str, Any], path: names.Path = ()) -> dict[names.Path, Any]:
   leaves: dict[names.Path, Any] = {}
   for name, value in tree.items():
-    leaves |= _flatten(value, (*path, name)) if isinstance(value, dict) else {(*path, name): value}
+    leaves |= _flatten(value, (*path, name)) if isinstance(value, dict) else {(*path, name): _on_host(value)}
   return leaves
+
+
+def _on_host(leaf: Any) -> Any:
+  """A NumPy view where that costs no copy; other devices are asked for one tensor at a time."""
+  if isinstance(leaf, jax.Array) and {device.platform for device in leaf.devices()} == {"cpu"}:
+    return np.asarray(leaf) if len(leaf.devices()) == 1 else leaf
+  return leaf
 
 
 def _check(leaves: dict[names.Path, Any], cfg: ModelConfig) -> None:
