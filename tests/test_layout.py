@@ -114,6 +114,13 @@ def test_every_room_says_what_it_is_for(room):
   assert lines[0].startswith("# ") and 4 <= len(lines) <= 40
 
 
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "tests"])
+def test_every_folder_is_a_package(room):
+  """The import contract does not see a folder without __init__.py."""
+  folders = {path.parent for path in (ROOT / room).rglob("*.py")}
+  assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
 def test_fake_devices(on_devices):
   """The fixture for sharding tests gives the number of devices asked for."""
   assert on_devices("import jax; print(jax.device_count())", count=3) == "3\n"
