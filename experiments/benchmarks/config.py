@@ -57,7 +57,7 @@ def maxtext_tiny() -> ModelConfig:
     num_experts_per_tok=2,
     moe_intermediate_size=256,
     num_nextn_predict_layers=0,
-    attention="M",
+    attention="F",
     eos_token_id=(1,),
     pad_token_id=0,
     dtype="float32",

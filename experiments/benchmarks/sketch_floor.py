@@ -114,7 +114,7 @@ def attention(p, h, positions, causal):
   q = jnp.einsum("btq,qnp->btnp", qr, p["qb"])
   q = jnp.concatenate([q[..., :P], rotate(q[..., P:], positions)], -1)
   c, k_rope = rms(kv[..., :C]), rotate(kv[..., C:], positions)
-  k_rope = jnp.broadcast_to(k_rope[:, :, None], k_rope.shape[:2] + (N, R))
+  k_rope = jnp.broadcast_to(k_rope[:, :, None], (*k_rope.shape[:2], N, R))
   k = jnp.concatenate([jnp.einsum("btc,cnp->btnp", c, p["uk"]), k_rope], -1)
 
   indexer = (jnp.einsum("btq,qij->btij", qr, p["iq"]), h @ p["ik"], h @ p["iw"])
