@@ -33,13 +33,13 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(CODE)
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m experiments.benchmarks.cpu
+	$(BIN)/python -m experiments.benchmarks.table
 
 golden: $(VENV)/.dev
 	$(BIN)/python -m tests.test_layout
 
 clean:
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-maxtext .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf build dist *.egg-info
 
 $(BIN)/python:
