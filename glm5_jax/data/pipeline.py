@@ -42,7 +42,7 @@ class TrainIterator:
       "process_index": process_index,
       "process_count": process_count,
     }
-    documents = _train_documents(cfg, self._meta, process_index, process_count)
+    documents = train_documents(cfg, self._meta, process_index, process_count)
     rows = pack(documents, cfg.packing, cfg.seq_len, cfg.pack_bins, cfg.seed, cfg.shuffle)
     ahead = cfg.prefetch * self._local(batch_size)
     self._rows = iter(grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=ahead))
@@ -104,8 +104,7 @@ def make_train_iterator(
   Args:
     batch_size: rows over all processes; only decides the default of `next_batch` and how many rows are
       made ahead.
-    process_index, process_count: each process reads documents of its own; together they cover every
-      document once an epoch.
+    process_index, process_count: the documents of an epoch are dealt out to the processes, each to one.
 
   Raises:
     UserError: no finished data folder, an impossible setting, or fewer documents than processes.
@@ -142,9 +141,8 @@ def _split_batches(rows, batch_size: int, process_index: int, process_count: int
     yield Batch(**{name: array[mine] for name, array in vars(whole).items()})
 
 
-def _train_documents(
-  cfg: DataConfig, meta: Meta, process_index: int, process_count: int
-) -> grain.IterDataset:
+def train_documents(cfg: DataConfig, meta: Meta, process_index: int, process_count: int) -> grain.IterDataset:
+  """The endless {"tokens": int32 [n]} of one process, whole documents; every epoch in another order."""
   source = record_source(cfg.folder, meta, "train")
   if len(source) < process_count:
     raise UserError(f"data folder {cfg.folder} has {len(source)} documents for {process_count} processes")

@@ -6,6 +6,7 @@
 meta.json is written last, into a folder that gets its name only then: what has a meta.json is complete.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -105,9 +106,11 @@ class SplitWriter:
       name = f"{len(self._meta.shards):05d}.array_record"
       self._meta.shards[name] = 0
       # One record a group: documents are read in random order.
-      self._writer = array_record_module.ArrayRecordWriter(os.path.join(self._folder, name), "group_size:1")
+      with _machine_errors(self._folder):
+        self._writer = array_record_module.ArrayRecordWriter(os.path.join(self._folder, name), "group_size:1")
       self._written = 0
-    self._writer.write(data)
+    with _machine_errors(self._folder):
+      self._writer.write(data)
     self._written += len(data)
     self._meta.documents += 1
     self._meta.files += record.last
@@ -116,7 +119,8 @@ class SplitWriter:
 
   def _close_shard(self) -> None:
     if self._writer is not None:
-      self._writer.close()
+      with _machine_errors(self._folder):
+        self._writer.close()
       self._writer = None
 
   def close(self) -> SplitMeta:
@@ -124,6 +128,15 @@ class SplitWriter:
     for name in self._meta.shards:
       self._meta.shards[name] = os.path.getsize(os.path.join(self._folder, name))
     return self._meta
+
+
+@contextlib.contextmanager
+def _machine_errors(folder: str) -> Iterator[None]:
+  """ArrayRecord tells of a full disk or a missing right by RuntimeError."""
+  try:
+    yield
+  except RuntimeError as error:
+    raise UserError(f"cannot write {folder}: {str(error).split(';')[0]}") from error
 
 
 def write_meta(folder: str, meta: Meta) -> None:

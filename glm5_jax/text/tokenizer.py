@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")  # names looked for in a
 
 _SPACE_MARK = "\u2581"  # sentencepiece writes a space like this inside its pieces
 _REPLACEMENT = "\ufffd".encode()
-_ROUND_TRIP_PROBE = " a  b\n\t c\r\n0123 \u00e9\u65e5\U0001f642\u2581<|x|> "
+_ROUND_TRIP_PROBES = ("Ab", " a  b\n\t c\r\n0123 \u00e9\u65e5\U0001f642\u2581<|x|> ")
 
 
 class _Backend(Protocol):
@@ -277,9 +277,10 @@ def _first_line(error: Exception) -> str:
 
 def _first_unfaithful(tokenizer: Tokenizer) -> str:
   """How the tokeniser changes plain text, or ""."""
-  back = tokenizer.decode(tokenizer.encode(_ROUND_TRIP_PROBE))
-  if back != _ROUND_TRIP_PROBE:
-    return f"{_ROUND_TRIP_PROBE!r} comes back as {back!r}"
+  for probe in _ROUND_TRIP_PROBES:
+    back = tokenizer.decode(tokenizer.encode(probe))
+    if back != probe:
+      return f"{probe!r} comes back as {back!r}"
   for name, token in tokenizer.specials.items():
     if token in tokenizer.encode(name):
       return f"the plain text {name!r} becomes the special token"
