@@ -5,8 +5,9 @@ MaxText needs Python 3.12 and a newer jax, so it lives in a virtual environment 
   python -m experiments.benchmarks.maxtext_peer --install   # makes .venv-maxtext, once, about 1.6 GB
   python -m experiments.benchmarks.maxtext_peer --path ragged_dot
 
-`--path` picks one of its two ways that drop no token: `jax.lax.ragged_dot` or all experts dense. The rate is that of
-the median step; the first steps' printed times are wrong (it times dispatch) and are left out.
+`--path` picks one of its two ways that drop no token: `jax.lax.ragged_dot` or all experts dense. The
+rate is that of the median step; the first steps' printed times are wrong (it times dispatch) and are
+left out.
 """
 
 import argparse
