@@ -1,0 +1,90 @@
+"""One optimiser step: micro-batches in a scan, gradients, update, router biases, metrics."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glm5_jax.config import RunConfig
+from glm5_jax.losses.pretrain import Batch, denominators, pretrain_loss
+from glm5_jax.model.router import load_violation, update_bias
+from glm5_jax.optim.groups import Optimizer
+from glm5_jax.optim.guard import apply_or_skip
+from glm5_jax.optim.schedules import mtp_weight, router_bias_rate
+from glm5_jax.train.state import TrainState
+
+Metrics = dict[str, jax.Array]
+StepFn = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def mtp_depths(run: RunConfig) -> int:
+  return run.model.mtp_depths if run.model.num_nextn_predict_layers else 0
+
+
+def make_train_step(run: RunConfig, optimizer: Optimizer) -> StepFn:
+  """The jitted step (state, batch [B, T] arrays) → (state, metrics); the state is donated."""
+  depths, train = mtp_depths(run), run.train
+
+  def step_fn(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    denominator = denominators(batch, depths)
+    weight = mtp_weight(train, state.step)
+
+    def loss_fn(params: Any, micro: Batch):
+      return pretrain_loss(
+        params, micro, run.model, denominator, weight, train.balance_weight, train.loss_chunk
+      )
+
+    grads, metrics = accumulate(loss_fn, state.params, batch, train.grad_accum)
+    counts = metrics.pop("router_counts")
+    applied = apply_or_skip(optimizer, grads, state.opt_state, state.params, metrics["loss"])
+    rate = jnp.where(applied.skipped, 0.0, router_bias_rate(train, state.step))
+    state = state.replace(
+      step=state.step + 1,
+      params=move_router_biases(applied.params, counts, rate),
+      opt_state=applied.opt_state,
+      skipped=state.skipped.add(applied.skipped),
+      tokens=state.tokens + jnp.sum(batch["weights"]),
+    )
+    metrics |= {f"update_norm_{group}": norm for group, norm in applied.update_norms.items()}
+    metrics |= {"grad_norm": applied.grad_norm, "skipped": state.skipped.total}
+    metrics |= {"consecutive_skips": state.skipped.consecutive}
+    loads = [jnp.max(load_violation(c)) for c in jax.tree.leaves(counts)]
+    metrics["router_load_violation"] = jnp.max(jnp.stack(loads)) if loads else jnp.zeros(())
+    return state, metrics
+
+  return jax.jit(step_fn, donate_argnums=0)
+
+
+def accumulate(loss_fn: Callable, params: Any, batch: Batch, parts: int) -> tuple[Any, dict[str, Any]]:
+  """Gradients (float32 when there are several parts) and metrics, summed over micro-batches of rows."""
+  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+  if parts == 1:
+    (_, metrics), grads = grad_fn(params, batch)
+    return grads, metrics
+  micro = {name: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]) for name, x in batch.items()}
+  first = jax.tree.map(lambda x: x[0], micro)
+  (_, metric_shapes), _ = jax.eval_shape(grad_fn, params, first)
+  zeros = (
+    jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+    jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), metric_shapes),
+  )
+
+  def body(sums, part):
+    (_, metrics), grads = grad_fn(params, part)
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (grads, metrics)), None
+
+  (grads, metrics), _ = jax.lax.scan(body, zeros, micro)
+  return grads, metrics
+
+
+def move_router_biases(params: Any, counts: Any, rate: jax.Array) -> Any:
+  """Params with each router's selection bias moved by its counts (a tree over segments and blocks)."""
+  params = dict(params)
+  for segment, blocks in counts.items():
+    params[segment] = dict(params[segment])
+    for name, counts_E in blocks.items():
+      block = dict(params[segment][name])
+      block["moe"] = block["moe"] | {"router_bias": update_bias(block["moe"]["router_bias"], counts_E, rate)}
+      params[segment][name] = block
+  return params
