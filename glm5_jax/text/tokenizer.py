@@ -73,8 +73,20 @@ class Tokenizer:
     return ids
 
   def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each text, special names as ordinary characters; uses all cores, in stable order."""
-    return self._backend.encode_plain(texts)
+    """Ids of each text, special names as ordinary characters; uses all cores, in stable order.
+
+    Raises:
+      UserError: a text holds half a surrogate pair, as broken JSON or command lines do.
+    """
+    try:
+      return self._backend.encode_plain(texts)
+    except (TypeError, UnicodeEncodeError) as error:
+      broken = [text for text in texts if any("\ud800" <= c <= "\udfff" for c in text)]
+      if not broken:
+        raise
+      raise UserError(
+        f"text {broken[0][:40]!a} holds half a surrogate pair, which is no character"
+      ) from error
 
   def bytes_of(self, token: int) -> bytes:
     """The bytes `token` stands for: a special's name; U+FFFD for an id of a padded vocabulary."""

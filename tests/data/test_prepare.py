@@ -82,7 +82,7 @@ def test_same_arguments_give_the_same_bytes(cfg, tmp_path):
 def test_second_run_says_so_and_changes_nothing(cfg):
   first = prepare(cfg, report=quiet)
   before = {name: os.stat(os.path.join(cfg.out, name)).st_mtime_ns for name in os.listdir(cfg.out)}
-  lines = []
+  lines: list[str] = []
   assert prepare(cfg, report=lines.append) == first
   assert "prepared already" in lines[0]
   assert {name: os.stat(os.path.join(cfg.out, name)).st_mtime_ns for name in os.listdir(cfg.out)} == before

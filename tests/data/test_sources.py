@@ -119,8 +119,8 @@ def test_limit_takes_whole_files_in_order():
   files = [SourceFile(str(i), size, i) for i, size in enumerate([50, 10, 20, 30, 1])]
   assert [file.size for file in limit_bytes(files, 35)] == [10, 20]
   assert limit_bytes(files, 0) == files
-  with pytest.raises(UserError, match="smallest has 1 bytes"):
-    limit_bytes(files[:1] + files[4:], 0.5)
+  with pytest.raises(UserError, match="max_bytes 9 is less than every file; the smallest has 10 bytes"):
+    limit_bytes(files[:4], 9)
 
 
 @settings(deadline=None)

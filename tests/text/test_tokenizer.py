@@ -73,6 +73,11 @@ def test_many_at_once_equal_one_by_one(tokenizer, texts):
   assert tokenizer.encode_many(texts) == [tokenizer.encode(text) for text in texts]
 
 
+def test_half_a_surrogate_pair_is_one_clear_line(tokenizer):
+  with pytest.raises(UserError, match="half a surrogate pair"):
+    tokenizer.encode("a \ud83d b")
+
+
 @pytest.mark.parametrize("name", SPECIAL_TOKENS)
 def test_special_names_in_plain_text_stay_text(tokenizer, name):
   text = f"a{name}{name} b"
