@@ -1,0 +1,1 @@
+"""Running a trained model: sampling, generation with the latent cache, self-speculation."""
