@@ -19,6 +19,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 from glm5_jax.config import ModelConfig
 from glm5_jax.optim.rules import rules
 
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c
 EPS = 1e-7  # added to the Frobenius norm; a zero gradient (an expert no token chose) gives a zero update
 
 
@@ -47,6 +48,8 @@ def scale_by_muon_split(
       the iteration in the dtype of its momentum, so it is handed a rounded copy.
   """
   inner = optax.contrib.scale_by_muon(
+    # One row a step makes optax scan rather than unroll, which halves the compile time.
+    ns_coeffs=(COEFFICIENTS,) * ns_steps,
     ns_steps=ns_steps,
     beta=momentum,
     eps=EPS,

@@ -9,31 +9,33 @@ from glm5_jax.errors import UserError
 # These change how long, how fast or how observably a run trains, not what it computes (up to the order
 # of floating-point sums). `train.steps` is here so that a run can be extended; it stretches a schedule
 # whose optim.decay_steps is 0.
-MAY_CHANGE = frozenset({
-  "name",
-  "data.folder",
-  "data.prefetch",
-  "optim.max_nonfinite",
-  "train.steps",
-  "train.grad_accum",
-  "train.loss_chunk",
-  "train.log_every",
-  "train.eval_every",
-  "train.eval_rows",
-  "train.checkpoint_every",
-  "train.keep_checkpoints",
-  "train.profile_steps",
-  "mesh.data",
-  "mesh.fsdp",
-  "mesh.expert",
-  "mesh.context",
-  "mesh.tensor",
-  "model.mla_form",
-  "model.query_block",
-  "model.moe_implementation",
-  "model.topk_implementation",
-  "model.remat",
-})
+MAY_CHANGE = frozenset(
+  {
+    "name",
+    "data.folder",
+    "data.prefetch",
+    "optim.max_nonfinite",
+    "train.steps",
+    "train.grad_accum",
+    "train.loss_chunk",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_rows",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.profile_steps",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.expert",
+    "mesh.context",
+    "mesh.tensor",
+    "model.mla_form",
+    "model.query_block",
+    "model.moe_implementation",
+    "model.topk_implementation",
+    "model.remat",
+  }
+)
 
 
 class Difference(NamedTuple):
@@ -78,10 +80,10 @@ def check_resume(saved: RunConfig, now: RunConfig, where: str, detail: str = "")
   return differences
 
 
-def shape_fields() -> list[str]:
-  """The integer fields of ModelConfig that set the largest shapes, for messages."""
+def shape_fields(model: ModelConfig) -> str:
+  """The fields that set the largest shapes, with their values, for messages."""
   names = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "n_routed_experts")
-  return [field.name for field in dataclasses.fields(ModelConfig) if field.name in names]
+  return ", ".join(f"model.{name}={getattr(model, name)}" for name in names)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_a_missing_or_extra_stack_axis_raises(abstract):
     labels({"embed": jax.ShapeDtypeStruct((2, 128, 64), jnp.float32)}, cfg)
   tree = abstract(cfg)
   tree["layers_1"] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree["layers_1"])
-  with pytest.raises(UserError, match="layers_1/block_0/attn/.* wants"):
+  with pytest.raises(UserError, match=r"layers_1/block_0/attn/.* wants"):
     labels(tree, cfg)
 
 
@@ -116,5 +116,5 @@ def test_adamw_takes_over_muons_matrices(abstract):
 
 
 def test_unknown_optimizer_lists_the_names(abstract):
-  with pytest.raises(UserError, match="config.optim.name='sgd': should be one of muon_split, muon, adamw"):
+  with pytest.raises(UserError, match=r"config\.optim\.name='sgd': should be one of muon_split, muon, adamw"):
     labels(abstract(tiny()), tiny(), "sgd")

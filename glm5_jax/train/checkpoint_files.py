@@ -1,0 +1,77 @@
+"""Which step folders are complete, and what their files' errors mean to a user."""
+
+import contextlib
+import errno
+import gc
+import logging
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from glm5_jax.errors import UserError
+
+T = TypeVar("T")
+COMMIT_FILE = "commit_success.txt"  # orbax writes it last, just before the rename
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def complete_steps(folder: pathlib.Path) -> list[int]:
+  """Steps whose save finished, ascending. Anything else in the folder is not a checkpoint."""
+  if not folder.is_dir():
+    return []
+  steps = [p for p in folder.iterdir() if p.name.isdecimal() and (p / COMMIT_FILE).is_file()]
+  return sorted(int(p.name) for p in steps)
+
+
+def read_or_damaged(path: pathlib.Path, read: Callable[[], T]) -> T:
+  """`read()`, turning what orbax raises on unreadable files of step folder `path` into one UserError.
+
+  When one of orbax's reads fails, its siblings die with their event loop and print tracebacks; they are
+  silenced, and collected here, for which no reference to the first error may remain.
+  """
+  hooks, asyncio_logger = (sys.excepthook, sys.unraisablehook), logging.getLogger("asyncio")
+  sys.excepthook = sys.unraisablehook = lambda *_: None
+  asyncio_logger.disabled = True
+  try:
+    try:
+      return read()
+    except Exception as error:
+      # Orbax wraps failing reads in a plain Exception. Out of memory, for one, passes through.
+      if not isinstance(error, OSError | ValueError | KeyError) and type(error) is not Exception:
+        raise
+      reason = (str(error).splitlines() or [type(error).__name__])[0].split(". See")[0][:160]
+    gc.collect()
+  finally:
+    sys.excepthook, sys.unraisablehook = hooks
+    asyncio_logger.disabled = False
+  others = [step for step in complete_steps(path.parent) if str(step) != path.name]
+  remedy = f"move it away to use step {others[-1]}" if others else "no other step is in that folder"
+  raise UserError(f"checkpoint {path} is damaged ({reason}); {remedy}")
+
+
+@contextlib.contextmanager
+def disk_errors(folder: pathlib.Path, doing: str) -> Iterator[None]:
+  """Turns a full or read-only disk into one UserError; every other error passes through."""
+  try:
+    yield
+  except Exception as error:
+    reason = _disk_reason(error)
+    if reason is None:
+      raise
+    latest = max(complete_steps(folder), default=None)
+    kept = "no step is complete there" if latest is None else f"step {latest} is complete and kept"
+    raise UserError(
+      f"{doing} ({folder}) failed: {reason}; {kept}; free space or give another folder"
+    ) from error
+
+
+def _disk_reason(error: BaseException | None) -> str | None:
+  """What the disk refused, looking through chained errors and tensorstore's text; None: not the disk."""
+  while error is not None:
+    if isinstance(error, OSError) and error.errno is not None:
+      return "no space left on the disk" if error.errno in _NO_SPACE else str(error.strerror)
+    if any(text in str(error) for text in ("No space left", "File too large", "Disk quota")):
+      return "no space left on the disk"
+    error = error.__cause__ or error.__context__
+  return None
