@@ -90,7 +90,7 @@ def from_hf(cls: type["ModelConfig"], hf: dict[str, Any], **ours) -> "ModelConfi
   if hf.get("model_type") != MODEL_TYPE:
     raise UserError(f"config.json: model_type is {hf.get('model_type')!r}; only {MODEL_TYPE!r} can be read")
   _check_fixed(hf)
-  defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+  defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)}
   values = {name: _typed(hf, name, defaults[name]) for name in _SAME if hf.get(name) is not None}
   values |= _aliases(hf, values)
   values |= {name: _FIXED[name] for name in _FIXED_OURS}

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -87,7 +88,8 @@ def write(
     specs: name -> (shape, dtype), known before any data is.
     arrays: one array per entry of `specs`, in that order.
   """
-  header, offset = {"__metadata__": {"format": "pt"}}, 0  # transformers insists on the format key
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on the format key
+  offset = 0
   for name, (shape, dtype) in specs.items():
     stop = offset + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
