@@ -181,8 +181,7 @@ def load_params_checkpoint(
   Raises:
     UserError: no complete checkpoint, a damaged one, or one whose shapes differ from `abstract_params`.
   """
-  root = pathlib.Path(folder).absolute()
-  root = root / SUBFOLDER if (root / SUBFOLDER).is_dir() else root
+  root = _checkpoint_root(folder)
   path = root / str(_pick_step(root, step))
   config = read_config(path)
   saved = _saved_arrays(path)["params"]
@@ -208,6 +207,19 @@ def load_params_checkpoint(
 def read_config(path: pathlib.Path) -> RunConfig:
   """The RunConfig saved in a step's folder."""
   return RunConfig.from_json(json.dumps(read_or_damaged(path, lambda: _read_json(path / "config"))))
+
+
+def read_extra(folder: str | pathlib.Path, step: int | None = None) -> tuple[int, dict]:
+  """(step, extra as given to `save`) of a checkpoint or run folder's step; None takes the newest."""
+  root = _checkpoint_root(folder)
+  picked = _pick_step(root, step)
+  path = root / str(picked)
+  return picked, read_or_damaged(path, lambda: _read_json(path / "loop"))["extra"]
+
+
+def _checkpoint_root(folder: str | pathlib.Path) -> pathlib.Path:
+  root = pathlib.Path(folder).absolute()
+  return root / SUBFOLDER if (root / SUBFOLDER).is_dir() else root
 
 
 def _read_json(item: pathlib.Path) -> Any:
