@@ -19,7 +19,7 @@ from launch.common import run
 _SOURCE = flags.DEFINE_string(
   "source", None, "Hugging Face folder (it has a config.json), or a checkpoint or run folder"
 )
-_TARGET = flags.DEFINE_string("target", None, "folder to write the other form to; must hold no weights yet")
+_TARGET = flags.DEFINE_string("target", None, "folder to write the other form to; must hold no model yet")
 _STEP = flags.DEFINE_integer("step", None, "step of a source checkpoint; the newest by default")
 _SHARD_BYTES = flags.DEFINE_integer(
   "max_shard_bytes", hf.DEFAULT_SHARD_BYTES, "largest safetensors file", lower_bound=1

@@ -31,17 +31,19 @@ def save_params(
     params: the parameter tree of `cfg`, NumPy or jax arrays; written in `param_dtype`, the selection
       bias in float32.
     cfg: the architecture; must be one that transformers' GLM-5 can describe.
-    folder: created if need be; may hold other files (a tokeniser), but no weights yet.
+    folder: created if need be; may hold other files (a tokeniser), but no weights or config.json yet.
     max_shard_bytes: more than this is split into shards with an index; one tensor is never split.
   Raises:
-    UserError: the config has no Hugging Face form, params do not fit it, the folder holds weights
-      already, or it cannot be written (the disk is full, …), in which case nothing is left behind.
+    UserError: the config has no Hugging Face form, params do not fit it, the folder holds such
+      files already, or it cannot be written (the disk is full, …), in which case nothing is left behind.
   """
   folder = Path(folder)
   config = cfg.to_hf()
   leaves = _flatten(params)
   _check(leaves, cfg)
-  present = sorted(path.name for pattern in ("*.safetensors", INDEX_FILE) for path in folder.glob(pattern))
+  present = sorted(
+    path.name for pattern in ("*.safetensors", INDEX_FILE, CONFIG_FILE) for path in folder.glob(pattern)
+  )
   if present:
     raise UserError(f"{folder} already holds {present[0]}; choose another folder")
   temporary = folder / f".saving-{os.getpid()}"

@@ -372,8 +372,14 @@ def test_saving_never_overwrites_and_never_leaves_half(cfg, random_params, tmp_p
   params = random_params(cfg)
   (tmp_path / "tokenizer.json").write_text("{}")
   hf.save_params(params, cfg, tmp_path)
-  with pytest.raises(UserError, match="already holds"):
-    hf.save_params(params, cfg, tmp_path)
+  before = (tmp_path / "config.json").read_bytes()
+  other = cfg.replace(index_topk=9)
+  with pytest.raises(UserError, match=r"already holds config\.json"):
+    hf.save_params(params, other, tmp_path)
+  (tmp_path / "model.safetensors").unlink()  # a run's folder has a config.json of its own
+  with pytest.raises(UserError, match=r"already holds config\.json"):
+    hf.save_params(params, other, tmp_path)
+  assert (tmp_path / "config.json").read_bytes() == before
 
   def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
