@@ -209,12 +209,12 @@ def read_config(path: pathlib.Path) -> RunConfig:
   return RunConfig.from_json(json.dumps(read_or_damaged(path, lambda: _read_json(path / "config"))))
 
 
-def read_extra(folder: str | pathlib.Path, step: int | None = None) -> tuple[int, dict]:
-  """(step, extra as given to `save`) of a checkpoint or run folder's step; None takes the newest."""
+def read_description(folder: str | pathlib.Path, step: int | None = None) -> tuple[int, RunConfig, dict]:
+  """(step, config, extra) as given to `save`, of a checkpoint or run folder; None takes the newest step."""
   root = _checkpoint_root(folder)
   picked = _pick_step(root, step)
   path = root / str(picked)
-  return picked, read_or_damaged(path, lambda: _read_json(path / "loop"))["extra"]
+  return picked, read_config(path), read_or_damaged(path, lambda: _read_json(path / "loop"))["extra"]
 
 
 def _checkpoint_root(folder: str | pathlib.Path) -> pathlib.Path:
