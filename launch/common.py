@@ -39,6 +39,9 @@ def run(main: Callable[[Sequence[str]], Any]) -> None:
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     sys.exit(EXIT_INTERRUPTED)
+  except BrokenPipeError:
+    # Whoever read our output has seen enough. Nothing more may go there, not even at the end of Python.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   except OSError as error:
     if error.errno not in _MACHINE_ERRORS or not error.filename:
       raise

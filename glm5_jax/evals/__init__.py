@@ -1,1 +1,57 @@
-"""Measures of a model: one file a task, and the baselines that they stand beside."""
+"""Measures of a model: one file a task, looked up by name, and the baselines that they stand beside."""
+
+from collections.abc import Callable, Iterable
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.errors import UserError
+from glm5_jax.evals import accept_length, lm
+from glm5_jax.evals.context import EvalContext, Limits, open_context
+
+__all__ = [
+  "TASKS",
+  "EvalContext",
+  "Limits",
+  "check_tasks",
+  "default_tasks",
+  "evaluate",
+  "open_context",
+  "table",
+]
+
+Scores = dict[str, float]
+
+# A new task is a file with such a function, and a line here.
+TASKS: dict[str, Callable[[EvalContext], Scores]] = {
+  "lm": lm.run,
+  "accept_length": accept_length.run,
+}
+
+
+def default_tasks(cfg: ModelConfig) -> list[str]:
+  """Every task that the model has the parts for."""
+  return [name for name in TASKS if name != "accept_length" or cfg.num_nextn_predict_layers]
+
+
+def check_tasks(names: Iterable[str]) -> None:
+  """Raises UserError for a name that is no task."""
+  for name in names:
+    if name not in TASKS:
+      raise UserError(f"no task {name!r}; there are {', '.join(TASKS)}")
+
+
+def evaluate(context: EvalContext, names: Iterable[str]) -> dict[str, Scores]:
+  """Scores of each task by name. Raises UserError for an unknown name before anything runs."""
+  names = list(names)
+  check_tasks(names)
+  return {name: TASKS[name](context) for name in names}
+
+
+def table(results: dict[str, Scores]) -> str:
+  """One line a score, for people."""
+  lines = []
+  for task, scores in results.items():
+    lines.append(task)
+    for name, value in scores.items():
+      shown = f"{value:,.0f}" if value == int(value) and abs(value) >= 2 else f"{value:.4f}"
+      lines.append(f"  {name:<24} {shown:>14}")
+  return "\n".join(lines)

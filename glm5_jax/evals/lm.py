@@ -11,12 +11,23 @@ import numpy as np
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.batch import Batch, target_bytes
+from glm5_jax.data.pipeline import heldout_batches
 from glm5_jax.errors import UserError
+from glm5_jax.evals.context import EvalContext
 from glm5_jax.losses.cross_entropy import token_log_probs
 from glm5_jax.losses.pretrain import depth_targets
-from glm5_jax.model import GLM5
+from glm5_jax.model import forward
 
 _MAX_EXPONENT = 700.0  # math.exp overflows soon after
+
+
+def run(context: EvalContext) -> dict[str, float]:
+  """The task: `evaluate_lm` on the held-out rows of the data folder."""
+  length, most = context.data.seq_len, context.cfg.max_position_embeddings
+  if not 2 <= length <= most:
+    raise UserError(f"seq_len {length} must lie between 2 and the model's max_position_embeddings {most}")
+  batches = heldout_batches(context.data, context.limits.batch_size, context.limits.rows)
+  return evaluate_lm(context.params, context.cfg, batches, context.tokenizer.token_lengths)
 
 
 def evaluate_lm(
@@ -74,9 +85,7 @@ def _row_sums(
   params: Any, cfg: ModelConfig, batch: dict[str, jax.Array], chunk: int, depths: int
 ) -> jax.Array:
   """float32 [3, depths + 1, B]: loss, correct and weight of each row at each depth, 0 the next token."""
-  out = GLM5(cfg).apply(
-    {"params": params}, batch["tokens"], batch["positions"], batch["segment_ids"], mtp_depths=depths
-  )
+  out = forward(params, cfg, batch["tokens"], batch["positions"], batch["segment_ids"], mtp_depths=depths)
   head_DV = params["embed"].T if cfg.tie_word_embeddings else params["head"]
 
   def of_depth(hidden_BTD: jax.Array, depth: int) -> jax.Array:

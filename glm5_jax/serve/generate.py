@@ -10,14 +10,14 @@ import numpy as np
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
-from glm5_jax.model import GLM5, init_cache
+from glm5_jax.model import forward, init_cache
 from glm5_jax.model.attention.context import Cache
 from glm5_jax.model.plan import unstack
 from glm5_jax.serve.sampling import Sampling, sample
 
 PROMPT_BUCKET = 32  # prompts are left-padded to a multiple, so that few shapes are compiled
 CAPACITY_BUCKET = 64
-CHUNK = 16  # tokens made a dispatch
+CHUNK = 16  # tokens made a dispatch, at most
 
 
 class Prompts(NamedTuple):
@@ -77,23 +77,26 @@ class Generator:
     max_position_embeddings.
     """
     sampling.check()
-    padded, capacity = self.prepare(prompts, max_new_tokens)
+    chunk = even_chunk(max_new_tokens - 1)
+    padded, capacity = self.prepare(prompts, max_new_tokens, extra=_waste(max_new_tokens - 1, chunk))
     keys = row_keys(seed, len(prompts))
     state = _prefill(self.params, self.cfg, padded, keys, sampling, self.stop_ids, capacity)
     left = max_new_tokens - 1
     ended = np.zeros(len(prompts), bool)
     yield self._unfinished(np.asarray(state.token_B)[:, None], ended)
     while left > 0 and not ended.all():
-      state, new_BC = _decode(
-        self.params, self.cfg, state, padded.padding_B, sampling, self.stop_ids, min(CHUNK, left)
-      )
-      left -= new_BC.shape[1]
-      yield self._unfinished(np.asarray(new_BC), ended)
+      state, new_BC = _decode(self.params, self.cfg, state, padded.padding_B, sampling, self.stop_ids, chunk)
+      yield self._unfinished(np.asarray(new_BC)[:, :left], ended)
+      left -= chunk
+
+  def summary(self) -> str:
+    """What the newest request gained by speculation, as an end to a sentence; "" without."""
+    return ""
 
   def prepare(
     self, prompts: Sequence[Sequence[int]], max_new_tokens: int, extra: int = 0
   ) -> tuple[Prompts, int]:
-    """Left-padded prompts and the cache capacity for them, `extra` slots for drafts included."""
+    """Left-padded prompts and the cache capacity for them, `extra` slots for tokens thrown away included."""
     check_request(prompts, max_new_tokens, self.cfg)
     width = _round_up(max(len(p) for p in prompts), PROMPT_BUCKET)
     tokens = np.zeros((len(prompts), width), np.int32)
@@ -134,6 +137,16 @@ def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, cfg: Mo
       raise UserError(f"prompt ids must lie in 0 … {cfg.vocab_size - 1}; was another tokeniser used?")
 
 
+def even_chunk(tokens: int) -> int:
+  """How many to make a dispatch, so that one program, compiled once, makes `tokens` with the least waste."""
+  most = max(1, min(CHUNK, tokens))
+  return min(range(min(CHUNK // 2, most), most + 1), key=lambda chunk: (_waste(tokens, chunk), -chunk))
+
+
+def _waste(tokens: int, chunk: int) -> int:
+  return -tokens % chunk
+
+
 def row_keys(seed: int, rows: int) -> jax.Array:
   """An independent random key a row."""
   return jax.random.split(jax.random.key(seed), rows)
@@ -157,9 +170,7 @@ def _split(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames=("cfg", "sampling", "stop_ids", "capacity"))
 def _prefill(params, cfg, prompts: Prompts, keys, sampling, stop_ids, capacity) -> DecodeState:
   cache = init_cache(cfg, prompts.tokens_BT.shape[0], capacity)
-  out = GLM5(cfg).apply(
-    {"params": params}, prompts.tokens_BT, None, prompts.segments_BT, cache, from_start=True
-  )
+  out = forward(params, cfg, prompts.tokens_BT, None, prompts.segments_BT, cache, from_start=True)
   keys, use = _split(keys)
   token_B = sample(use, out.logits_BTV[:, -1], sampling)
   return DecodeState(out.cache, token_B, is_stop(token_B, stop_ids), keys)
@@ -173,7 +184,7 @@ def _decode(params, cfg, state: DecodeState, padding_B, sampling, stop_ids, step
     cache = state.cache
     segments_B1 = jnp.ones((padding_B.shape[0], 1), jnp.int32)
     positions_B1 = (cache.length - padding_B)[:, None]
-    out = GLM5(cfg).apply({"params": params}, state.token_B[:, None], positions_B1, segments_B1, cache)
+    out = forward(params, cfg, state.token_B[:, None], positions_B1, segments_B1, cache)
     keys, use = _split(state.keys)
     token_B = sample(use, out.logits_BTV[:, 0], sampling)
     return DecodeState(out.cache, token_B, state.done_B | is_stop(token_B, stop_ids), keys), token_B

@@ -76,7 +76,7 @@ def verify(
   Returns:
     (accepted_B in 0 … K, next_B), both int32. Source: Leviathan et al., Chen et al. (2023).
   """
-  B, K = drafted_BK.shape
+  K = drafted_BK.shape[1]
   split = jax.vmap(lambda key: jax.random.split(key, 2))(keys)
   uniform_BK = jax.vmap(lambda key: jax.random.uniform(key, (K,)))(split[:, 0])
   p_BK = jnp.take_along_axis(target_BJV[:, :K], drafted_BK[..., None], axis=-1)[..., 0]

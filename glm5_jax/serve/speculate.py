@@ -16,7 +16,7 @@ import numpy as np
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
-from glm5_jax.model import GLM5, Draft, init_cache
+from glm5_jax.model import draft, forward, init_cache
 from glm5_jax.model.attention.context import Cache
 from glm5_jax.serve.generate import PROMPT_BUCKET, Generator, Prompts, is_stop, row_keys
 from glm5_jax.serve.sampling import Sampling, probabilities, sample, verify
@@ -91,17 +91,31 @@ class SpeculativeGenerator(Generator):
       limit = jnp.int32(width + max_new_tokens)
       state = _rounds(self.params, self.cfg, state, padded.padding_B, limit, sampling, self.stop_ids, K)
 
+  def summary(self) -> str:
+    rates = " ".join(f"{rate:.0%}" for rate in self.acceptance.accept_rate_K)
+    return f"; {self.acceptance.accept_length:.2f} tokens a round, drafts held: {rates}"
+
   def _record(self, state: SpecState) -> None:
     rounds = float(state.rounds)
     rates = [float(a) / max(rounds, 1.0) for a in np.asarray(state.accepted_K)]
     self.acceptance = Acceptance(1.0 + sum(rates), rates, int(rounds))
 
 
+def make_generator(
+  params: Any, cfg: ModelConfig, stop_ids: Sequence[int] | None = None, draft_steps: int = 0
+) -> Generator:
+  """A plain generator for `draft_steps` 0, else a self-speculative one."""
+  if draft_steps:
+    return SpeculativeGenerator(params, cfg, stop_ids, draft_steps)
+  return Generator(params, cfg, stop_ids)
+
+
 @functools.partial(jax.jit, static_argnames=("cfg", "sampling", "stop_ids", "capacity", "depths"))
 def _prefill(params, cfg, prompts: Prompts, keys, sampling, stop_ids, capacity, depths) -> SpecState:
   B, T = prompts.tokens_BT.shape
-  out = GLM5(cfg).apply(
-    {"params": params},
+  out = forward(
+    params,
+    cfg,
     prompts.tokens_BT,
     None,
     prompts.segments_BT,
@@ -114,8 +128,9 @@ def _prefill(params, cfg, prompts: Prompts, keys, sampling, stop_ids, capacity, 
   positions_BT = jnp.maximum(jnp.arange(T) - prompts.padding_B[:, None], 0)
   hidden_BTD, drafts = out.hidden_BTD, []
   for k in range(1, depths + 1):
-    drafted = Draft(cfg).apply(
-      {"params": params},
+    drafted = draft(
+      params,
+      cfg,
       hidden_BTD,
       tokens_BS[:, k : k + T],
       positions_BT,
@@ -138,7 +153,9 @@ def _prefill(params, cfg, prompts: Prompts, keys, sampling, stop_ids, capacity, 
   )
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "sampling", "stop_ids", "depths"), donate_argnames="state")
+@functools.partial(
+  jax.jit, static_argnames=("cfg", "sampling", "stop_ids", "depths"), donate_argnames="state"
+)
 def _rounds(params, cfg, state: SpecState, padding_B, limit, sampling, stop_ids, depths) -> SpecState:
   def body(state, _):
     return _round(params, cfg, state, padding_B, limit, sampling, stop_ids, depths), None
@@ -153,8 +170,9 @@ def _round(params, cfg, state: SpecState, padding_B, limit, sampling, stop_ids, 
   tokens_BS, drafts, draft_probs = _draft(params, cfg, state, padding_B, sampling, pairs[:, 2:], K)
   slots_BJ = (known_B - 1)[:, None] + jnp.arange(K + 1)
   tokens_BJ = jnp.take_along_axis(tokens_BS, slots_BJ, axis=1)
-  out = GLM5(cfg).apply(
-    {"params": params},
+  out = forward(
+    params,
+    cfg,
     tokens_BJ,
     slots_BJ - padding_B[:, None],
     jnp.ones_like(tokens_BJ),
@@ -191,8 +209,9 @@ def _draft(params, cfg, state: SpecState, padding_B, sampling, keys_BK, depths):
   positions_BW = jnp.maximum(slots_BW - padding_B[:, None], 0)
   tokens_BS, hidden_BWD, caches, probs = state.tokens_BS, state.window_BWD, [], []
   for k in range(1, depths + 1):
-    out = Draft(cfg).apply(
-      {"params": params},
+    out = draft(
+      params,
+      cfg,
       hidden_BWD,
       _take(tokens_BS, begin_B + k, W),
       positions_BW,
