@@ -9,9 +9,9 @@ renamed when complete, so a run killed in the middle of a save leaves the earlie
 import base64
 import contextlib
 import json
-import logging
 import pathlib
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,14 +20,18 @@ import orbax.checkpoint as ocp
 
 from glm5_jax.config import RunConfig
 from glm5_jax.errors import UserError
-from glm5_jax.train.checkpoint_files import COMMIT_FILE, complete_steps, disk_errors, read_or_damaged
+from glm5_jax.train.checkpoint_files import (
+  COMMIT_FILE,
+  SIBLINGS_SECONDS,
+  complete_steps,
+  disk_errors,
+  read_or_damaged,
+  remove_leftovers,
+)
 from glm5_jax.train.checksum import checksums
 from glm5_jax.train.resume import check_resume, shape_fields
 
 SUBFOLDER = "checkpoints"  # of a run's folder
-
-# Orbax narrates every phase of a save and logs the traceback of errors that it also raises.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 class Checkpointer:
@@ -50,10 +54,11 @@ class Checkpointer:
     with disk_errors(self.folder, "opening the checkpoint folder"):
       self.folder.mkdir(parents=True, exist_ok=True)
       _set_torn_steps_aside(self.folder)
+      remove_leftovers(self.folder)
       self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=self._keep)
     return ocp.CheckpointManager(self.folder, options=options, item_names=("state", "loop", "config"))
 
   def save(self, step: int, state: Any, data_state: bytes | dict, extra: dict | None = None) -> bool:
@@ -76,8 +81,10 @@ class Checkpointer:
     self.wait()
     if step in complete_steps(self.folder):
       return False
-    self._pending = step
+    remove_leftovers(self.folder)
     loop = {"data": _encode(data_state), "extra": extra or {}, "checksums": checksums(state)}
+    json.dumps(loop)  # what is not JSON fails here rather than in the background
+    self._pending = step
     with self._save_errors():
       self._manager.save(
         step,
@@ -148,8 +155,8 @@ class Checkpointer:
       self._pending = None
       with contextlib.suppress(Exception):
         self._manager.close()
-      for leftover in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+      time.sleep(SIBLINGS_SECONDS)
+      remove_leftovers(self.folder)
       self._manager = self._open()
       raise
 

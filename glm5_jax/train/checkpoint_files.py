@@ -5,15 +5,34 @@ import errno
 import gc
 import logging
 import pathlib
+import shutil
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
+
+import jax
 
 from glm5_jax.errors import UserError
 
 T = TypeVar("T")
 COMMIT_FILE = "commit_success.txt"  # orbax writes it last, just before the rename
+SIBLINGS_SECONDS = 0.5  # for reads and writes still in flight when one of them has failed
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+  trace = record.exc_info[2] if record.exc_info else None
+  return not any(
+    "orbax" in name for name in (record.pathname, *(f.filename for f in traceback.extract_tb(trace)))
+  )
+
+
+# Orbax narrates every phase of a save, logs the traceback of errors that it also raises, and leaves
+# futures behind whose errors asyncio logs.
+for _logger in ("absl", "asyncio"):
+  logging.getLogger(_logger).addFilter(_not_from_orbax)
 
 
 def complete_steps(folder: pathlib.Path) -> list[int]:
@@ -24,15 +43,21 @@ def complete_steps(folder: pathlib.Path) -> list[int]:
   return sorted(int(p.name) for p in steps)
 
 
+def remove_leftovers(folder: pathlib.Path) -> None:
+  """Removes what unfinished saves left. Only for the run that writes there, while nothing is being saved."""
+  if jax.process_index() == 0:
+    for leftover in folder.glob("*.orbax-checkpoint-tmp*"):
+      shutil.rmtree(leftover, ignore_errors=True)
+
+
 def read_or_damaged(path: pathlib.Path, read: Callable[[], T]) -> T:
   """`read()`, turning what orbax raises on unreadable files of step folder `path` into one UserError.
 
-  When one of orbax's reads fails, its siblings die with their event loop and print tracebacks; they are
-  silenced, and collected here, for which no reference to the first error may remain.
+  When one of orbax's reads fails, its siblings outlive their event loop and print tracebacks as they end.
+  They are silenced, waited for and collected here, for which no reference to the first error may remain.
   """
-  hooks, asyncio_logger = (sys.excepthook, sys.unraisablehook), logging.getLogger("asyncio")
+  hooks = sys.excepthook, sys.unraisablehook
   sys.excepthook = sys.unraisablehook = lambda *_: None
-  asyncio_logger.disabled = True
   try:
     try:
       return read()
@@ -41,10 +66,10 @@ def read_or_damaged(path: pathlib.Path, read: Callable[[], T]) -> T:
       if not isinstance(error, OSError | ValueError | KeyError) and type(error) is not Exception:
         raise
       reason = (str(error).splitlines() or [type(error).__name__])[0].split(". See")[0][:160]
+    time.sleep(SIBLINGS_SECONDS)
     gc.collect()
   finally:
     sys.excepthook, sys.unraisablehook = hooks
-    asyncio_logger.disabled = False
   others = [step for step in complete_steps(path.parent) if str(step) != path.name]
   remedy = f"move it away to use step {others[-1]}" if others else "no other step is in that folder"
   raise UserError(f"checkpoint {path} is damaged ({reason}); {remedy}")

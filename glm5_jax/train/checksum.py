@@ -9,10 +9,10 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16}  # by bytes an element; wider elements ar
 
 
 def checksums(tree: Any) -> dict[str, int]:
-  """By path ("params/embed"): Σ word_i · (2 i + 1) mod 2³² over the array's bits.
+  """By path ("params/embed"): the sum mod 2³² of a hash of each word of the array's bits and its index.
 
-  An odd weight never hides a change of one word, and different weights notice exchanged blocks. Integer
-  sums do not depend on order, so the number is the same under every sharding. Blocks until computed.
+  The hash is one-to-one for a given index, so that a change of one word always shows. Integer sums do not
+  depend on order, so the number is the same under every sharding. Blocks until computed.
   """
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   sums = jax.device_get([_checksum(leaf) for _, leaf in leaves])
@@ -30,4 +30,11 @@ def _checksum(x: jax.Array) -> jax.Array:
   index = jnp.zeros(words.shape, jnp.uint32)
   for axis, size in enumerate(words.shape):
     index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-  return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
+  return jnp.sum(_mix(words ^ _mix(index)), dtype=jnp.uint32)
+
+
+def _mix(h: jax.Array) -> jax.Array:
+  """The finaliser of MurmurHash3 (public domain, A. Appleby): a bijection of uint32."""
+  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+  return h ^ (h >> 16)

@@ -33,7 +33,9 @@ def test_non_finite_gradient_changes_nothing(value, setup):
   """3e38 is finite, but its square is not."""
   opt, params, grads = setup
   state = opt.init(params)
-  applied = jax.jit(lambda g: apply_or_skip(opt, g, state, params, jnp.float32(1.0)))(bad_element(grads, value))
+  applied = jax.jit(lambda g: apply_or_skip(opt, g, state, params, jnp.float32(1.0)))(
+    bad_element(grads, value)
+  )
   assert applied.skipped and not np.isfinite(applied.grad_norm)
   assert_same(applied.params, params)
   assert_same(applied.opt_state, state)

@@ -6,6 +6,7 @@ import pytest
 
 from glm5_jax.config import glm5_2_744b, glm5_744b, small, tiny
 from glm5_jax.errors import UserError
+from glm5_jax.model import abstract_params
 from glm5_jax.optim.groups import labels
 from glm5_jax.optim.muon_split import dimension_numbers
 from glm5_jax.optim.rules import path_name
@@ -118,3 +119,11 @@ def test_adamw_takes_over_muons_matrices(abstract):
 def test_unknown_optimizer_lists_the_names(abstract):
   with pytest.raises(UserError, match=r"config\.optim\.name='sgd': should be one of muon_split, muon, adamw"):
     labels(abstract(tiny()), tiny(), "sgd")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hand_written_tree_is_the_models(name, abstract):
+  """What these tests call every parameter is every parameter."""
+  cfg = CONFIGS[name]()
+  shapes = lambda tree: {path: leaf.shape for path, leaf in named(tree).items()}  # noqa: E731
+  assert shapes(abstract_params(cfg)) == shapes(abstract(cfg))

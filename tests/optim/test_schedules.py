@@ -29,7 +29,9 @@ def test_linear_and_constant():
 
 
 def test_decay_steps_overrides_the_run_length():
-  close(rates("linear", [50, 100, 1000], peak_lr=2.0, final_lr=1.0, warmup_steps=0, decay_steps=100), [1.5, 1, 1])
+  close(
+    rates("linear", [50, 100, 1000], peak_lr=2.0, final_lr=1.0, warmup_steps=0, decay_steps=100), [1.5, 1, 1]
+  )
 
 
 def test_glm5_stages_set_their_own_rates():
@@ -48,7 +50,9 @@ def test_midtrain_stages_are_one_line_over_tokens():
 
 
 def test_unknown_schedule_lists_the_names():
-  with pytest.raises(UserError, match=r"config\.optim\.schedule='wsd': should be one of cosine, .*dsa_sparse"):
+  with pytest.raises(
+    UserError, match=r"config\.optim\.schedule='wsd': should be one of cosine, .*dsa_sparse"
+  ):
     schedules.make_schedule(OptimConfig(schedule="wsd"), 10)
 
 
@@ -58,7 +62,14 @@ def test_config_accepts_exactly_these_names():
 
 def test_batch_warmup():
   train = TrainConfig(batch_size=64, batch_warmup="16:500,32:1000")
-  assert [schedules.batch_size_at(train, s) for s in (0, 499, 500, 999, 1000, 10**6)] == [16, 16, 32, 32, 64, 64]
+  assert [schedules.batch_size_at(train, s) for s in (0, 499, 500, 999, 1000, 10**6)] == [
+    16,
+    16,
+    32,
+    32,
+    64,
+    64,
+  ]
   assert schedules.batch_size_at(TrainConfig(batch_size=64), 0) == 64
 
 
