@@ -15,6 +15,7 @@ class Routing(NamedTuple):
   experts_MK: jax.Array  # int32, by falling choice score; ties to the lowest id
   weights_MK: jax.Array  # float32
   score_ME: jax.Array  # sigmoid of the logits, without bias
+  share_ME: jax.Array  # score / Σ score over all experts
 
 
 def route(logits_ME: jax.Array, bias_E: jax.Array, cfg: ModelConfig) -> Routing:
@@ -35,7 +36,8 @@ def route(logits_ME: jax.Array, bias_E: jax.Array, cfg: ModelConfig) -> Routing:
     weights_MK = jax.nn.softmax(jax.nn.log_sigmoid(chosen_MK), axis=-1)
   else:
     weights_MK = jax.nn.sigmoid(chosen_MK)
-  return Routing(experts_MK, weights_MK * cfg.routed_scaling_factor, score_ME)
+  share_ME = jax.nn.softmax(jax.nn.log_sigmoid(logits_ME), axis=-1)  # the same, over all experts
+  return Routing(experts_MK, weights_MK * cfg.routed_scaling_factor, score_ME, share_ME)
 
 
 def _keep_best_groups(choice_ME: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -65,9 +67,7 @@ def sequence_balance_loss(routing: Routing, valid_BT: jax.Array, cfg: ModelConfi
   tokens_B1 = jnp.maximum(jnp.sum(valid_BT1, axis=1), 1.0)
   chosen_BTE = jnp.any(routing.experts_MK.reshape(B, T, K, 1) == jnp.arange(E), axis=2)
   fraction_BE = E / (K * tokens_B1) * jnp.sum(chosen_BTE * valid_BT1, axis=1)
-  score_BTE = routing.score_ME.reshape(B, T, E)
-  share_BTE = score_BTE / (jnp.sum(score_BTE, axis=-1, keepdims=True) + 1e-20)
-  mean_share_BE = jnp.sum(share_BTE * valid_BT1, axis=1) / tokens_B1
+  mean_share_BE = jnp.sum(routing.share_ME.reshape(B, T, E) * valid_BT1, axis=1) / tokens_B1
   return jnp.sum(jax.lax.stop_gradient(fraction_BE) * mean_share_BE)
 
 

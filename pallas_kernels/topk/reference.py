@@ -6,7 +6,9 @@ import jax.numpy as jnp
 
 def clean(scores: jax.Array) -> jax.Array:
   """NaN → −∞ and −0.0 → +0.0, so that every comparison has one answer."""
-  return jnp.where(jnp.isnan(scores), -jnp.inf, scores) + 0.0
+  # By bits: XLA drops an addition of 0.0, and a comparison with 0.0 holds for denormals too on CPU.
+  negative_zero = jax.lax.bitcast_convert_type(scores, jnp.int32) == jnp.iinfo(jnp.int32).min
+  return jnp.where(jnp.isnan(scores), -jnp.inf, jnp.where(negative_zero, 0.0, scores))
 
 
 def topk(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
