@@ -1,4 +1,7 @@
-"""Train or resume: python -m launch.train --config=experiments/quickstart.py --workdir=runs/x --config.data.folder=…"""
+"""Train, or resume by the same command.
+
+python -m launch.train --config=experiments/quickstart.py --workdir=runs/x --config.data.folder=runs/data
+"""
 
 from absl import flags
 
@@ -12,7 +15,7 @@ flags.mark_flag_as_required("workdir")
 def main(_argv) -> None:
   from glm5_jax.train.loop import train  # jax starts only once the flags are known to be right
 
-  train(load_config(CONFIG.value), WORKDIR.value)
+  train(load_config(CONFIG.value), str(WORKDIR.value))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.losses.cross_entropy import chunked_cross_entropy
-from glm5_jax.model import GLM5
+from glm5_jax.model import forward
 
 Batch = dict[str, jax.Array]  # the fields of data.batch.Batch, each [B, T]
 
@@ -66,8 +66,9 @@ def pretrain_loss(
   "router_counts"; all are shares of the whole batch's value and add up over micro-batches.
   """
   depths = len(denominator.mtp_tokens)
-  out = GLM5(cfg).apply(
-    {"params": params},
+  out = forward(
+    params,
+    cfg,
     batch["tokens"],
     batch["positions"],
     batch["segment_ids"],

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from glm5_jax.config import ModelConfig

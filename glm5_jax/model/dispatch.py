@@ -76,7 +76,6 @@ def _combine_forward(out, weights_MK, rows):
 
 def _combine_backward(saved, grad_MD):
   out, weights_MK, rows = saved
-  M, K = weights_MK.shape
   picked_MKD = jnp.take(out, rows.row_of_slot_MK, axis=0, mode="clip").astype(jnp.float32)
   grad_weights_MK = jnp.sum(picked_MKD * grad_MD[:, None], axis=-1)
   weight_of_row = jnp.zeros(rows.token_of_row.shape[0], jnp.float32)

@@ -1,6 +1,6 @@
 """GLM-5: embedding, scanned segments of decoder layers, head, and the shared multi-token prediction layer."""
 
-from typing import Any
+from typing import Any, cast
 
 import flax
 import jax
@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.attention.context import AttentionContext, Cache, LayerCache, Selection, query_blocks, write
+from glm5_jax.model.attention.context import (
+  AttentionContext,
+  Cache,
+  LayerCache,
+  Selection,
+  query_blocks,
+  write,
+)
 from glm5_jax.model.attention.dsa import GATHER_QUERIES
 from glm5_jax.model.block import Unit
 from glm5_jax.model.layers import project, rms_norm, rope_tables
@@ -17,8 +24,7 @@ from glm5_jax.model.plan import Segment, layer_plan
 from glm5_jax.model.weights import normal, ones, weight
 
 
-@flax.struct.dataclass
-class ModelOutput:
+class ModelOutput(flax.struct.PyTreeNode):
   """hidden is after the final norm; logits are float32 and cost nothing under jit where unused.
 
   aux: "router_counts", a tree like the parameters' with [E] (or [repeats, E]) leaves; "balance", the sum
@@ -28,7 +34,7 @@ class ModelOutput:
   hidden_BTD: jax.Array
   logits_BTV: jax.Array
   aux: dict[str, Any]
-  cache: Cache | None = None
+  cache: Any = None  # a Cache where one was given
 
 
 class GLM5(nn.Module):
@@ -58,12 +64,8 @@ class GLM5(nn.Module):
       from_start: the cache is empty, so that attention need only read the new tokens (prefill).
     """
     cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
-    D, V = cfg.hidden_size, cfg.vocab_size
-    embed_VD = weight(self, "embed", (V, D), ("vocab", "embed"), normal(cfg), cfg.param_dtype)
-    norm_D = weight(self, "final_norm", (D,), ("embed",), ones, cfg.param_dtype)
-    head_DV = embed_VD.T
-    if not cfg.tie_word_embeddings:
-      head_DV = weight(self, "head", (D, V), ("embed", "vocab"), normal(cfg), cfg.param_dtype)
+    embed_VD, head_DV = vocabulary_weights(self, cfg)
+    norm_D = weight(self, "final_norm", (cfg.hidden_size,), ("embed",), ones, cfg.param_dtype)
     if segment_ids_BT is None:
       segment_ids_BT = jnp.ones_like(tokens_BT)
     ctx, cache = attention_context(cfg, positions_BT, segment_ids_BT, cache, from_start)
@@ -116,6 +118,15 @@ class GLM5(nn.Module):
     return scanned(self.cfg, segment.unit, name=segment.name)
 
 
+def vocabulary_weights(module: nn.Module, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+  """Declares embedding [V, D] and head [D, V] on `module`; a tied head is the embedding's transpose."""
+  V, D = cfg.vocab_size, cfg.hidden_size
+  embed_VD = weight(module, "embed", (V, D), ("vocab", "embed"), normal(cfg), cfg.param_dtype)
+  if cfg.tie_word_embeddings:
+    return embed_VD, embed_VD.T
+  return embed_VD, weight(module, "head", (D, V), ("embed", "vocab"), normal(cfg), cfg.param_dtype)
+
+
 def attention_context(
   cfg: ModelConfig,
   positions_BT: jax.Array | None,
@@ -160,7 +171,7 @@ def empty_selection(cfg: ModelConfig, ctx: AttentionContext, batch: int) -> Sele
   """What IndexShare's scans start from; None where every sparse layer selects for itself."""
   S, k = ctx.key_segments_BS.shape[1], cfg.index_topk
   shared = any(cfg.attention_kind(i) == "D" and not cfg.owns_indexer(i) for i in range(cfg.num_hidden_layers))
-  if not shared or cfg.dsa_mode != "sparse" or S <= k:
+  if not shared or cfg.dsa_mode != "sparse" or k >= S:
     return None
   if ctx.cache_length is not None and ctx.slots_BT.shape[1] <= GATHER_QUERIES:
     return Selection(indices_BTK=jnp.full((batch, ctx.slots_BT.shape[1], k), -1, jnp.int32))
@@ -207,15 +218,27 @@ class Draft(nn.Module):
   ) -> ModelOutput:
     """hidden of the depth before (0: the trunk's) and the tokens one depth ahead → this depth's."""
     cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
-    embed_VD = weight(
-      self, "embed", (cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"), normal(cfg), cfg.param_dtype
-    )
-    head_DV = embed_VD.T
-    if not cfg.tie_word_embeddings:
-      head_DV = weight(self, "head", embed_VD.shape[::-1], ("embed", "vocab"), normal(cfg), cfg.param_dtype)
-    ctx, cache = attention_context(cfg, positions_BT, segment_ids_BT, cache, from_start)
+    embed_VD, head_DV = vocabulary_weights(self, cfg)
+    ctx, written = attention_context(cfg, positions_BT, segment_ids_BT, cache, from_start)
+    cache = cast(Cache, written)
     mtp = MultiTokenPrediction(cfg, name="mtp")
-    (hidden_BTD,), (layer_cache,), _ = mtp(hidden_BTD, [embed_VD[next_tokens_BT].astype(dtype)], ctx, cache.layers)
+    (hidden_BTD,), (layer_cache,), _ = mtp(
+      hidden_BTD, [embed_VD[next_tokens_BT].astype(dtype)], ctx, cache.layers
+    )
     logits_BTV = project(hidden_BTD, head_DV, dtype).astype(jnp.float32)
     cache = Cache((layer_cache,), cache.segment_ids_BS, cache.length + next_tokens_BT.shape[1])
     return ModelOutput(hidden_BTD, logits_BTV, {}, cache)
+
+
+def forward(
+  params: dict[str, Any], cfg: ModelConfig, tokens_BT: jax.Array, *args: Any, **kwargs: Any
+) -> ModelOutput:
+  """`GLM5(cfg)` applied to parameters; arguments as in its call."""
+  return cast(ModelOutput, GLM5(cfg).apply({"params": params}, tokens_BT, *args, **kwargs))
+
+
+def draft(
+  params: dict[str, Any], cfg: ModelConfig, hidden_BTD: jax.Array, *args: Any, **kwargs: Any
+) -> ModelOutput:
+  """`Draft(cfg)` applied to the trunk's parameters; arguments as in its call."""
+  return cast(ModelOutput, Draft(cfg).apply({"params": params}, hidden_BTD, *args, **kwargs))

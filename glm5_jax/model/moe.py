@@ -48,7 +48,7 @@ def _dense_is_cheaper(tokens: int, cfg: ModelConfig) -> bool:
 
 def _all_experts(x_MD, experts_MK, weights_MK, gate_EDF, up_EDF, down_EFD) -> jax.Array:
   """Every expert on every token, weighted 0 where not chosen."""
-  E, D, F = gate_EDF.shape
+  E = gate_EDF.shape[0]
   chosen_MKE = experts_MK[..., None] == jnp.arange(E)
   weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1)
   x_EMD = jnp.broadcast_to(x_MD, (E, *x_MD.shape))

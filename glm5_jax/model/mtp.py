@@ -6,6 +6,8 @@ after `norm`. Slot i keeps position i. Embedding and head are the trunk's.
 Sources: GLM-5 report §2.1.4; checkpoint order of eh_proj as served by vLLM and SGLang.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -30,7 +32,7 @@ class MultiTokenPrediction(nn.Module):
     embeddings: list[jax.Array],
     ctx: AttentionContext,
     caches: tuple[LayerCache, ...] | None = None,
-  ) -> tuple[list[jax.Array], list[LayerCache | None], dict[str, jax.Array]]:
+  ) -> tuple[list[jax.Array], list[Any], dict[str, jax.Array]]:
     """Returns (hidden of each depth [B, T, D], caches, aux summed over depths).
 
     embeddings: for depth 1, 2, …, the embedded tokens that many places ahead, each [B, T, D].
@@ -43,7 +45,10 @@ class MultiTokenPrediction(nn.Module):
     block = remat_block(cfg)(cfg, block_spec(cfg, cfg.num_hidden_layers), name="block")
     hiddens, new_caches, total = [], [], None
     for depth, embedding_BTD in enumerate(embeddings):
-      pair = [rms_norm(embedding_BTD, enorm_D, cfg.rms_norm_eps), rms_norm(hidden_BTD, hnorm_D, cfg.rms_norm_eps)]
+      pair = [
+        rms_norm(embedding_BTD, enorm_D, cfg.rms_norm_eps),
+        rms_norm(hidden_BTD, hnorm_D, cfg.rms_norm_eps),
+      ]
       u_BTD = project(jnp.concatenate(pair, axis=-1), eh_2DD, dtype)
       u_BTD, _, cache, aux = block(u_BTD, ctx, None, None if caches is None else caches[depth])
       hidden_BTD = rms_norm(u_BTD, norm_D, cfg.rms_norm_eps)

@@ -45,7 +45,9 @@ def count_params(cfg: ModelConfig) -> dict[str, int]:
 
   def size(tree: Tree) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return sum(math.prod(leaf.shape) for path, leaf in leaves if "router_bias" not in jax.tree_util.keystr(path))
+    return sum(
+      math.prod(leaf.shape) for path, leaf in leaves if "router_bias" not in jax.tree_util.keystr(path)
+    )
 
   params = abstract_params(cfg)
   mtp = size(params.pop("mtp", {}))

@@ -70,9 +70,8 @@ def _longest_repeat(specs: list[BlockSpec]) -> tuple[int, int]:
     repeats = 1
     while specs[repeats * period : (repeats + 1) * period] == specs[:period]:
       repeats += 1
-    if repeats > 1 or period == 1:
-      if period * repeats > best[0] * best[1]:
-        best = (period, repeats)
+    if (repeats > 1 or period == 1) and period * repeats > best[0] * best[1]:
+      best = (period, repeats)
   return best
 
 

@@ -6,6 +6,7 @@ Abstract values, shardings and arrays all come from these declarations. The logi
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ def weight(
   dtype: str | jnp.dtype,
 ) -> jax.Array:
   """Declares and returns parameter `name` of `module`."""
-  return module.param(name, nn.with_logical_partitioning(init, axes), tuple(shape), jnp.dtype(dtype))
+  boxed = nn.with_logical_partitioning(init, axes)
+  return cast(jax.Array, module.param(name, boxed, tuple(shape), jnp.dtype(dtype)))
 
 
 def normal(cfg) -> Callable:

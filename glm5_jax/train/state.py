@@ -12,8 +12,7 @@ from glm5_jax.optim.groups import Optimizer
 from glm5_jax.optim.guard import SkipCounts
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
   """All arrays of a run; saved whole. Donated to each step."""
 
   step: jax.Array  # int32 scalar, batches consumed

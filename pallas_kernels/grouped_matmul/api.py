@@ -14,7 +14,9 @@ IMPLEMENTATIONS = {"reference": reference, "ragged": ragged, "blocks": blocks}
 def _pick(implementation: str | None):
   name = implementation or ("blocks" if jax.default_backend() == "cpu" else "ragged")
   if name not in IMPLEMENTATIONS:
-    raise ValueError(f"grouped_matmul implementation {name!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}")
+    raise ValueError(
+      f"grouped_matmul implementation {name!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}"
+    )
   return IMPLEMENTATIONS[name]
 
 

@@ -21,4 +21,6 @@ def grouped_matmul(
   del alignment
   groups = group_of_row(group_sizes_E, x_MK.shape[0])
   mine_ME = (groups[:, None] == jnp.arange(w_EKN.shape[0])).astype(jnp.float32)
-  return jnp.einsum("mk,ekn,me->mn", x_MK, w_EKN, mine_ME, preferred_element_type=jnp.float32).astype(x_MK.dtype)
+  return jnp.einsum("mk,ekn,me->mn", x_MK, w_EKN, mine_ME, preferred_element_type=jnp.float32).astype(
+    x_MK.dtype
+  )

@@ -70,9 +70,7 @@ def _forward(q, k, v, visible_BTS, scale):
 def _backward(scale, saved, grad_BTNH):
   q, k, v, visible_BTS, out, lse_BNT1 = saved
   spec_k, spec_v = _specs(k)
-  prob_BNTS = jnp.where(
-    visible_BTS[:, None], jnp.exp(_logits(q, k, visible_BTS, scale) - lse_BNT1), 0.0
-  )
+  prob_BNTS = jnp.where(visible_BTS[:, None], jnp.exp(_logits(q, k, visible_BTS, scale) - lse_BNT1), 0.0)
   grad_v = _dot(f"bnts,btnh->{spec_v}", prob_BNTS.astype(v.dtype), grad_BTNH)
   grad_prob_BNTS = _dot(f"btnh,{spec_v}->bnts", grad_BTNH, v)
   row_BTN = jnp.sum(grad_BTNH.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)

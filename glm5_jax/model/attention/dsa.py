@@ -50,47 +50,46 @@ class SparseAttention(nn.Module):
     keeps_keys = cache is not None and cache.index_key_BSJ is not None
     if self.owns_indexer and (sparse or keeps_keys or self.is_initializing()):
       inputs = jax.lax.stop_gradient(Indexer(cfg, name="indexer")(x_BTD, latent.q_rank_BTQ, ctx.rope))
-      key_BSJ = inputs.key_BTJ
-      if keeps_keys:
-        cache = cache._replace(index_key_BSJ=write(cache.index_key_BSJ, inputs.key_BTJ, ctx.cache_length))
-        key_BSJ = key_BSJ if ctx.from_start else cache.index_key_BSJ
+      key_BSJ, cache = _remember(inputs.key_BTJ, ctx, cache)
       if sparse:
-        selection = self._select(inputs, key_BSJ, ctx, cache)
+        selection = self._select(inputs, key_BSJ, ctx, cached=cache is not None)
     if not sparse:  # every visible key is kept: exactly dense attention
       out_BTD = attend_visible(latent, functools.partial(visible, ctx), ctx, cfg)
-    else:
-      out_BTD = self._attend(latent, selection, ctx)
-      self._record(selection)
-    return AttentionOutput(out_BTD, selection, cache)
+      return AttentionOutput(out_BTD, selection, cache)
+    if selection is None:
+      raise ValueError("a shared DSA layer needs the selection of a layer before it that owns an indexer")
+    self._record(selection)
+    return AttentionOutput(self._attend(latent, selection, ctx), selection, cache)
 
   def _attend(self, latent: Latent, selection: Selection, ctx: AttentionContext) -> jax.Array:
-    if selection.masks is None:
-      return attend_selected(latent, selection, self.cfg)
+    if selection.indices_BTK is not None:
+      return attend_selected(latent, selection.indices_BTK, self.cfg)
+    assert selection.masks is not None
     blocks = [(begin, end) for begin, end, _ in query_blocks(self.cfg, ctx)]
     masks = dict(zip(blocks, selection.masks, strict=True))
     return attend_visible(latent, lambda begin, end, _: masks[begin, end], ctx, self.cfg)
 
   def _select(
-    self, inputs: IndexerInputs, key_BSJ: jax.Array, ctx: AttentionContext, cache: LayerCache | None
+    self, inputs: IndexerInputs, key_BSJ: jax.Array, ctx: AttentionContext, cached: bool
   ) -> Selection:
     """Selected keys of every query; invisible keys score −∞ and are never selected."""
     cfg = self.cfg
     k, implementation = cfg.index_topk, cfg.topk_implementation or None
 
     def scores(begin: int, end: int, keys: int) -> jax.Array:
-      score = index_scores(
-        inputs.query_BTIJ[:, begin:end], inputs.gate_BTI[:, begin:end], key_BSJ[:, :keys]
-      )
+      score = index_scores(inputs.query_BTIJ[:, begin:end], inputs.gate_BTI[:, begin:end], key_BSJ[:, :keys])
       return jnp.where(visible(ctx, begin, end, keys), score, -jnp.inf)
 
     T, S = inputs.query_BTIJ.shape[1], key_BSJ.shape[1]
-    if cache is not None and T <= GATHER_QUERIES:
+    if cached and T <= GATHER_QUERIES:
       return Selection(indices_BTK=topk(scores(0, T, S), k, implementation)[1])
     masks = []
     for begin, end, keys in query_blocks(cfg, ctx):
       # A block that sees at most k keys keeps them all, without scoring any.
       masks.append(
-        visible(ctx, begin, end, keys) if keys <= k else topk_mask(scores(begin, end, keys), k, implementation)
+        visible(ctx, begin, end, keys)
+        if keys <= k
+        else topk_mask(scores(begin, end, keys), k, implementation)
       )
     return Selection(masks=tuple(masks))
 
@@ -101,3 +100,13 @@ class SparseAttention(nn.Module):
     widest = selection.masks[-1].shape[-1]
     padded = [jnp.pad(m, ((0, 0), (0, 0), (0, widest - m.shape[-1]))) for m in selection.masks]
     self.sow("intermediates", "selected_BTS", jnp.concatenate(padded, axis=1))
+
+
+def _remember(
+  key_BTJ: jax.Array, ctx: AttentionContext, cache: LayerCache | None
+) -> tuple[jax.Array, LayerCache | None]:
+  """(all keys to score, cache with the new ones written); without a cache of keys, the new ones alone."""
+  if cache is None or cache.index_key_BSJ is None or ctx.cache_length is None:
+    return key_BTJ, cache
+  keys_BSJ = write(cache.index_key_BSJ, key_BTJ, ctx.cache_length)
+  return key_BTJ if ctx.from_start else keys_BSJ, cache._replace(index_key_BSJ=keys_BSJ)

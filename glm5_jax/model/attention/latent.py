@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.attention.context import AttentionContext, LayerCache, Selection, query_blocks, write
+from glm5_jax.model.attention.context import AttentionContext, LayerCache, query_blocks, write
 from glm5_jax.model.attention.core import attend, attend_gathered
 from glm5_jax.model.layers import apply_rope, project, rms_norm
 from glm5_jax.model.weights import normal, ones, residual, weight
@@ -59,7 +59,7 @@ def project_latent(
   latent_BTC = rms_norm(kv_BTL[..., :C], kv_norm_C, cfg.lora_norm_eps)
   k_rope_BTR = apply_rope(kv_BTL[..., C:], ctx.rope, cfg.rope_interleave)  # not normalised
   keys = jnp.concatenate([latent_BTC, k_rope_BTR], axis=-1)
-  if cache is not None:
+  if cache is not None and ctx.cache_length is not None:
     cache = cache._replace(latent_BSL=write(cache.latent_BSL, keys, ctx.cache_length))
     keys = keys if ctx.from_start else cache.latent_BSL.astype(dtype)
   q_rope_BTNR = apply_rope(q_BTNK[..., P:], ctx.rope, cfg.rope_interleave)
@@ -67,7 +67,7 @@ def project_latent(
 
 
 def choose_form(cfg: ModelConfig, queries: int, keys: int) -> str:
-  """"expanded" or "absorbed": the config's, or whichever needs fewer multiplications at this shape."""
+  """ "expanded" or "absorbed": the config's, or whichever needs fewer multiplications at this shape."""
   if cfg.mla_form != "auto":
     return cfg.mla_form
   C, R, P, H = cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
@@ -76,7 +76,9 @@ def choose_form(cfg: ModelConfig, queries: int, keys: int) -> str:
   return "absorbed" if absorbed < expanded else "expanded"
 
 
-def attend_visible(latent: Latent, visible_fn: VisibleFn, ctx: AttentionContext, cfg: ModelConfig) -> jax.Array:
+def attend_visible(
+  latent: Latent, visible_fn: VisibleFn, ctx: AttentionContext, cfg: ModelConfig
+) -> jax.Array:
   """Softmax attention over the keys that `visible_fn` marks; returns the block's output [B, T, D]."""
   dtype = jnp.dtype(cfg.dtype)
   T, S, C = latent.q_nope_BTNP.shape[1], latent.keys_BSL.shape[1], cfg.kv_lora_rank
@@ -96,11 +98,11 @@ def attend_visible(latent: Latent, visible_fn: VisibleFn, ctx: AttentionContext,
   return _output(mixed, latent, absorbed, dtype)
 
 
-def attend_selected(latent: Latent, selection: Selection, cfg: ModelConfig) -> jax.Array:
+def attend_selected(latent: Latent, indices_BTK: jax.Array, cfg: ModelConfig) -> jax.Array:
   """Attention over gathered keys [B, T, K] in absorbed form; slots of −1 are masked before they index."""
   dtype, C = jnp.dtype(cfg.dtype), cfg.kv_lora_rank
-  valid_BTK = selection.indices_BTK >= 0
-  safe_BTK = jnp.where(valid_BTK, selection.indices_BTK, 0)
+  valid_BTK = indices_BTK >= 0
+  safe_BTK = jnp.where(valid_BTK, indices_BTK, 0)
   B, T, K = safe_BTK.shape
   gathered = jnp.take_along_axis(latent.keys_BSL, safe_BTK.reshape(B, T * K, 1), axis=1)
   keys_BTKL = gathered.reshape(B, T, K, -1)
