@@ -57,7 +57,7 @@ def read_or_damaged(path: pathlib.Path, read: Callable[[], T]) -> T:
   They are silenced, waited for and collected here, for which no reference to the first error may remain.
   """
   hooks = sys.excepthook, sys.unraisablehook
-  sys.excepthook = sys.unraisablehook = lambda *_: None
+  sys.excepthook, sys.unraisablehook = lambda *_: None, lambda _: None
   try:
     try:
       return read()
