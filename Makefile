@@ -33,6 +33,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format $(CODE)
 
 bench: $(VENV)/.bench
+	-$(BIN)/python -m experiments.benchmarks.maxtext_peer --install
 	$(BIN)/python -m experiments.benchmarks.table
 
 golden: $(VENV)/.dev

@@ -108,6 +108,7 @@ def command(python: Path, folder: str, steps: int, path: dict) -> list[str]:
 def measure(python: Path, steps: int, path: dict) -> dict:
   """Runs the trainer and reads its log: tokens/s of the median step, loss, seconds outside the steps."""
   env = os.environ | {"DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu"}
+  env.pop("PYTHONPATH", None)  # modules of another Python version
   with tempfile.TemporaryDirectory() as folder:
     start = time.perf_counter()
     run = subprocess.run(
