@@ -18,7 +18,7 @@ import optax
 
 # Names as in the dimension key of glm5_jax.model; FE and FD are the widths of an expert and the dense MLP.
 D, V, LAYERS, N, Q, C, P, R, H = 256, 4096, 4, 4, 96, 64, 48, 16, 64
-E, TOPK, FE, FD, I, J, SELECT, BLOCK = 8, 2, 128, 512, 16, 32, 128, 128  # noqa: E741
+E, TOPK, FE, FD, I, J, SELECT, BLOCK = 8, 2, 128, 512, 16, 32, 128, 128
 ROWS, LENGTH = 8, 512
 SCALE = (P + R) ** -0.5
 
