@@ -27,17 +27,19 @@ class Denominators(NamedTuple):
 def depth_targets(batch: Batch, depth: int) -> tuple[jax.Array, jax.Array]:
   """(targets, weights) [B, T] of an MTP depth: those of the main loss shifted by `depth`, within a document.
 
-  Depth 0 is the main loss. Nothing wraps: a slot whose target would lie past the row has weight 0.
+  Depth 0 is the main loss. Nothing wraps: a slot whose target would lie past the row has weight 0, and so
+  has padding, whatever weight stands there.
   """
+  weights = batch["weights"] * (batch["segment_ids"] != 0)
   if depth == 0:
-    return batch["targets"], batch["weights"]
+    return batch["targets"], weights
   T = batch["targets"].shape[1]
 
   def ahead(x):
     return jnp.pad(x[:, depth:], ((0, 0), (0, min(depth, T))))
 
   same_document = ahead(batch["segment_ids"]) == batch["segment_ids"]
-  return ahead(batch["targets"]), ahead(batch["weights"]) * same_document
+  return ahead(batch["targets"]), ahead(weights) * same_document
 
 
 def denominators(batch: Batch, mtp_depths: int) -> Denominators:

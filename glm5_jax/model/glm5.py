@@ -76,8 +76,10 @@ class GLM5(nn.Module):
     hidden_BTD = rms_norm(x_BTD, norm_D, cfg.rms_norm_eps)
     if cfg.num_nextn_predict_layers and (mtp_depths or self.is_initializing()):
       mtp = MultiTokenPrediction(cfg, name="mtp")
-      future = [_shifted(tokens_BT, k) for k in range(1, max(mtp_depths, 1) + 1)]
-      hiddens, _, mtp_aux = mtp(hidden_BTD, [embed_VD[t].astype(dtype) for t in future], ctx)
+      depths = range(1, max(mtp_depths, 1) + 1)
+      future = [embed_VD[_shifted(tokens_BT, k)].astype(dtype) for k in depths]
+      contexts = [ctx._replace(segments_BT=_with_successor(segment_ids_BT, k)) for k in depths]
+      hiddens, _, mtp_aux = mtp(hidden_BTD, future, contexts)
       aux["mtp_hidden_KBTD"] = jnp.stack(hiddens)
       aux["router_counts"]["mtp"] = {"block": mtp_aux["counts_E"]}
       aux["balance"] += mtp_aux["balance"]
@@ -167,6 +169,11 @@ def _shifted(tokens_BT: jax.Array, k: int) -> jax.Array:
   return jnp.pad(tokens_BT[:, k:], ((0, 0), (0, min(k, tokens_BT.shape[1]))))
 
 
+def _with_successor(segments_BT: jax.Array, k: int) -> jax.Array:
+  """Segments, 0 where the token k places ahead is another document's: such slots have no input at depth k."""
+  return jnp.where(_shifted(segments_BT, k) == segments_BT, segments_BT, 0)
+
+
 def empty_selection(cfg: ModelConfig, ctx: AttentionContext, batch: int) -> Selection | None:
   """What IndexShare's scans start from; None where every sparse layer selects for itself."""
   S, k = ctx.key_segments_BS.shape[1], cfg.index_topk
@@ -223,7 +230,7 @@ class Draft(nn.Module):
     cache = cast(Cache, written)
     mtp = MultiTokenPrediction(cfg, name="mtp")
     (hidden_BTD,), (layer_cache,), _ = mtp(
-      hidden_BTD, [embed_VD[next_tokens_BT].astype(dtype)], ctx, cache.layers
+      hidden_BTD, [embed_VD[next_tokens_BT].astype(dtype)], [ctx], cache.layers
     )
     logits_BTV = project(hidden_BTD, head_DV, dtype).astype(jnp.float32)
     cache = Cache((layer_cache,), cache.segment_ids_BS, cache.length + next_tokens_BT.shape[1])

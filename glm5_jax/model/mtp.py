@@ -30,12 +30,13 @@ class MultiTokenPrediction(nn.Module):
     self,
     hidden_BTD: jax.Array,
     embeddings: list[jax.Array],
-    ctx: AttentionContext,
+    contexts: list[AttentionContext],
     caches: tuple[LayerCache, ...] | None = None,
   ) -> tuple[list[jax.Array], list[Any], dict[str, jax.Array]]:
     """Returns (hidden of each depth [B, T, D], caches, aux summed over depths).
 
     embeddings: for depth 1, 2, …, the embedded tokens that many places ahead, each [B, T, D].
+    contexts: one a depth; slots whose token ahead is in another document have segment 0 there.
     """
     cfg, dtype, D = self.cfg, jnp.dtype(self.cfg.dtype), self.cfg.hidden_size
     enorm_D = weight(self, "enorm", (D,), ("embed",), ones, cfg.param_dtype)
@@ -44,7 +45,7 @@ class MultiTokenPrediction(nn.Module):
     norm_D = weight(self, "norm", (D,), ("embed",), ones, cfg.param_dtype)
     block = remat_block(cfg)(cfg, block_spec(cfg, cfg.num_hidden_layers), name="block")
     hiddens, new_caches, total = [], [], None
-    for depth, embedding_BTD in enumerate(embeddings):
+    for depth, (embedding_BTD, ctx) in enumerate(zip(embeddings, contexts, strict=True)):
       pair = [
         rms_norm(embedding_BTD, enorm_D, cfg.rms_norm_eps),
         rms_norm(hidden_BTD, hnorm_D, cfg.rms_norm_eps),
