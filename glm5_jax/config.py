@@ -164,7 +164,7 @@ class OptimConfig:
   peak_lr: float = 2e-4
   final_lr: float = 4e-5
   schedule: str = "cosine"  # "cosine" | "linear" | "constant" | a staged one of optim.schedules
-  warmup_steps: int = 2000  # not published; ours
+  warmup_steps: int = 100  # not published; ours
   decay_steps: int = 0  # 0: train.steps
   momentum: float = 0.95
   ns_steps: int = 5

@@ -21,6 +21,7 @@ SCHEDULES = (  # optim.schedules: SHAPES and STAGES
   *("cosine", "linear", "constant"),
   *("pretrain", "midtrain", "midtrain_32k", "midtrain_128k", "midtrain_200k", "dsa_warmup", "dsa_sparse"),
 )
+WARMING_SCHEDULES = ("cosine", "linear", "pretrain")  # those that warm up before they decay
 DTYPES = ("bfloat16", "float32")
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -256,6 +257,10 @@ def _check_optim(run: RunConfig) -> None:
   optim = run.optim
   if optim.schedule in ("cosine", "linear") and optim.final_lr > optim.peak_lr:
     _fail("optim.final_lr", optim.final_lr, f"at most peak_lr={optim.peak_lr}")
+  end = optim.decay_steps or run.train.steps
+  if optim.schedule in WARMING_SCHEDULES and optim.warmup_steps >= end:
+    field = "optim.decay_steps" if optim.decay_steps else "train.steps"
+    _fail("optim.warmup_steps", optim.warmup_steps, f"less than {field}={end}, where the decay ends")
 
 
 def _check_batches(run: RunConfig) -> None:

@@ -118,6 +118,9 @@ BAD_INPUTS = [
   ({"optim.schedule": "cos"}, "optim.schedule='cos'", "'cosine'"),
   ({"optim.peak_lr": 0.0}, "optim.peak_lr=0.0", "more than 0"),
   ({"optim.peak_lr": 1e-5}, "optim.final_lr=4e-05", "peak_lr=1e-05"),
+  ({"optim.warmup_steps": 1000}, "optim.warmup_steps=1000", "less than train.steps=1000"),
+  ({"optim.decay_steps": 100}, "optim.warmup_steps=100", "less than optim.decay_steps=100"),
+  ({"optim.schedule": "pretrain", "train.steps": 100}, "optim.warmup_steps=100", "less than train.steps=100"),
   ({"optim.warmup_steps": -1}, "optim.warmup_steps=-1", "at least 0"),
   ({"optim.decay_steps": -1}, "optim.decay_steps=-1", "at least 0"),
   ({"optim.momentum": 1.0}, "optim.momentum=1.0", "less than 1"),
@@ -174,7 +177,9 @@ def test_impossible_value_is_refused_in_one_line(fields, named, right):
     {"model.index_topk_freq": 4},
     {"model.indexer_types": ("full", "shared", "shared", "full")},
     {"data.seq_len": 256},
-    {"optim.schedule": "constant", "optim.peak_lr": 1e-5},
+    {"optim.schedule": "constant", "optim.peak_lr": 1e-5, "optim.warmup_steps": 1000},
+    {"optim.schedule": "midtrain", "optim.warmup_steps": 1000},  # does not warm up
+    {"optim.warmup_steps": 1000, "optim.decay_steps": 1001},
     {"optim.schedule": "dsa_warmup", "optim.peak_lr": 1e-5},  # a stage brings its own rates
     {"train.batch_warmup": "2:10, 4:20", "train.grad_accum": 2},
     {"mesh.data": 2, "mesh.fsdp": 4, "mesh.expert": 8, "mesh.tensor": 2, "mesh.context": 2},
@@ -205,6 +210,9 @@ def test_letters_and_names_are_those_of_the_registries():
 
   assert set(config_checks.ATTENTION_LETTERS) == set(ATTENTION)
   assert (*schedules.SHAPES, *schedules.STAGES) == config_checks.SCHEDULES
+  stages = schedules.STAGES.items()
+  warming = [name for name, stage in stages if stage.warmup and stage.shape != "constant"]
+  assert ("cosine", "linear", *warming) == config_checks.WARMING_SCHEDULES
   assert set(config_checks.TOPK) == set(topk.IMPLEMENTATIONS)
   assert set(config_checks.GROUPED_MATMUL) == set(grouped_matmul.IMPLEMENTATIONS)
 
