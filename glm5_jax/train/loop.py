@@ -186,7 +186,8 @@ class _Run:
     idle = f" (1 of {jax.device_count()} devices)" if jax.device_count() > 1 else ""
     rows = f"{run.train.batch_size} rows of {run.data.seq_len} tokens"
     self.report(
-      f"{run.name or 'run'}: {weights / 1e6:,.1f} M parameters, {run.optim.name}, {rows} on {device}{idle}, peak {self.peak_flops / 1e12:.3g} TFLOP/s ({source})"
+      f"{run.name or 'run'}: {weights / 1e6:,.1f} M parameters, {run.optim.name}, {rows} on {device}{idle}, "
+      f"peak {self.peak_flops / 1e12:.3g} TFLOP/s ({source})"
     )
 
   def _fetch(self, while_running: Metrics | None = None) -> Batch:
