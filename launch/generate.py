@@ -6,6 +6,7 @@ Prompts come from --prompt (repeatable), --prompt_file, or standard input. How f
 --speculate how many tokens a round made, goes to standard error.
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,8 @@ def main(_: Sequence[str]) -> None:
   stops = stop_ids(tokenizer, model.cfg)
   generator = make_generator(model.load_params(), model.cfg, stops, _SPECULATE.value)
   meter = Meter()
-  sys.stdout.reconfigure(errors="replace")  # a terminal of few characters is no reason to stop
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal of few characters is no reason to stop
   try:
     for piece in continue_texts(
       generator, tokenizer, prompts, _MAX_NEW_TOKENS.value, sampling, _SEED.value, meter

@@ -1,11 +1,14 @@
 """From logits to tokens: temperature, top-p, and the rejection rule of speculative decoding."""
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from glm5_jax.errors import UserError
+
+MIN_TEMPERATURE = 1e-6  # below it float32 has no room for logits divided by it
 
 
 class Sampling(NamedTuple):
@@ -15,8 +18,8 @@ class Sampling(NamedTuple):
   top_p: float = 1.0  # smallest set of most likely tokens with at least this mass; 1 keeps all
 
   def check(self) -> "Sampling":
-    if not self.temperature >= 0:
-      raise UserError(f"temperature {self.temperature} must be 0 (greedy) or more")
+    if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+      raise UserError(f"temperature {self.temperature} must be 0 (greedy), or finite from {MIN_TEMPERATURE}")
     if not 0 < self.top_p <= 1:
       raise UserError(f"top_p {self.top_p} must be above 0 and at most 1")
     return self
@@ -31,6 +34,7 @@ def probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
   logits = logits.astype(jnp.float32)
   if sampling.temperature == 0:
     return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+  logits -= jnp.max(logits, axis=-1, keepdims=True)  # before the division, which must not reach infinity
   probs = jax.nn.softmax(logits / sampling.temperature, axis=-1)
   if sampling.top_p == 1:
     return probs
