@@ -83,10 +83,9 @@ def test_initial_values(initial):
 
 
 def test_weights_follow_the_key(initial):
-  first, (again, other) = initial, (init_params(tiny(), jax.random.key(seed)) for seed in (0, 1))
-  jax.tree.map(np.testing.assert_array_equal, first, again)
-  assert (np.asarray(first["embed"]) != np.asarray(other["embed"])).mean() > 0.99
-  stacked = np.asarray(first["layers_1"]["block_0"]["attn"]["q_a_proj"])
+  other = init_params(tiny(), jax.random.key(1))
+  assert (np.asarray(initial["embed"]) != np.asarray(other["embed"])).mean() > 0.99
+  stacked = np.asarray(initial["layers_1"]["block_0"]["attn"]["q_a_proj"])
   assert (stacked[0] != stacked[1]).mean() > 0.99  # each layer of a stack has weights of its own
 
 
