@@ -8,8 +8,8 @@ def get_config() -> RunConfig:
     name="quickstart",
     model=small(),
     data=DataConfig(seq_len=256),
-    optim=OptimConfig(peak_lr=2e-3, final_lr=2e-4, warmup_steps=30, ns_dtype="float32"),
+    optim=OptimConfig(peak_lr=4e-3, final_lr=4e-4, warmup_steps=15, ns_dtype="float32"),
     train=TrainConfig(
-      steps=300, batch_size=8, log_every=10, eval_every=100, eval_rows=32, checkpoint_every=100
+      steps=160, batch_size=16, log_every=10, eval_every=40, eval_rows=32, checkpoint_every=40
     ),
   )
