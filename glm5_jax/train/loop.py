@@ -118,7 +118,8 @@ class _Run:
     """The newest checkpoint's, or a fresh one; data that the run did not begin with is refused."""
     step = self.checkpoints.latest_step()
     if step is None:
-      return init_state(self.run, self.optimizer)
+      # Bound to the device as a restored state is, so that both run the very same compiled step.
+      return jax.device_put(init_state(self.run, self.optimizer), jax.local_devices()[0])
     _, saved, extra = read_description(self.checkpoints.folder, step)
     owner = f"the checkpoint in {self.checkpoints.folder}"
     fingerprint = extra.get("tokenizer", self.tokenizer.fingerprint)
