@@ -8,14 +8,16 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 
-# Dense bfloat16 peak of a device in FLOP/s, by the prefix of its `device_kind`; the first match counts.
-# Source: vendors' data sheets.
+# Dense bfloat16 peak of a jax device in FLOP/s, by the prefix of its `device_kind`; the first match counts.
+# Source: vendors' data sheets. A TPU7x chip (2307e12) is two devices.
 PEAK_FLOPS = {
   "TPU v4": 275e12,
   "TPU v5 lite": 197e12,
+  "TPU v5e": 197e12,
   "TPU v5": 459e12,
   "TPU v6 lite": 918e12,
-  "TPU7x": 2307e12,
+  "TPU v6e": 918e12,
+  "TPU7x": 1153.5e12,
   "NVIDIA A100": 312e12,
   "NVIDIA H100": 989e12,
   "NVIDIA H200": 989e12,

@@ -36,7 +36,6 @@ class MetricLog:
       return
     with self._disk_errors():
       _drop_steps_after(folder / METRICS_FILE, resumed_step)
-      self._file = (folder / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
       (folder / "tensorboard").mkdir(exist_ok=True)
       # tensorboardX's SummaryWriter leaves the writing to a thread, whose errors nobody would see.
       self._events = event_file_writer.EventsWriter(
@@ -44,6 +43,7 @@ class MetricLog:
       )
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # TensorBoard drops what is undone
       self._event(resumed_step + 1, session_log=start)
+      self._file = (folder / METRICS_FILE).open("a", buffering=1, encoding="utf-8")
 
   def write(self, step: int, values: dict[str, float]) -> None:
     """One line, flushed; values that are not finite are written as null, and left out of TensorBoard."""
