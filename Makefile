@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Test processes: each compiles on one core.
+JOBS ?= 2
 CODE := glm5_jax pallas_kernels launch experiments envs tests setup.py
 
 .PHONY: help quickstart test slow-test lint format bench golden clean
@@ -17,10 +19,10 @@ quickstart: $(VENV)/.core
 	$(BIN)/python -m launch.quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow"
 
 slow-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CODE)

@@ -28,6 +28,7 @@ CORE = [
 EXTRAS = {
   "dev": [
     "pytest>=9.2.0",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.170.17",
     "ruff>=0.17.6,<0.18",  # a new minor version formats differently
     "mypy>=2.4.1",
