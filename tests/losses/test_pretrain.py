@@ -15,7 +15,7 @@ from tests.model import toy
 T, DEPTHS = 16, 3
 MTP_WEIGHT, BALANCE_WEIGHT = 0.3, 0.05
 CFG = toy.config(num_nextn_predict_layers=1, mtp_depths=DEPTHS)
-ROWS = [(16,), (3, 5), (1, 2, 13), (4,)]  # lengths of each row's documents: uneven padding
+ROWS = [(16,), (3, 5), (1, 2, 13), ()]  # lengths of each row's documents: uneven padding, an empty row
 
 
 # Targets
@@ -71,12 +71,12 @@ def test_padding_never_counts():
 
 
 def test_denominators_count_the_whole_batch():
-  batch = packed([*ROWS, ()], T)
+  batch = packed(ROWS, T)
   counted = denominators(batch, DEPTHS)
-  assert counted.tokens == len(by_hand(batch, 0)) == 37
+  assert counted.tokens == len(by_hand(batch, 0)) == 34
   assert [float(n) for n in counted.mtp_tokens] == [len(by_hand(batch, k)) for k in (1, 2, 3)]
-  assert counted.rows == 4
-  split = {name: x.reshape(5, 1, T) for name, x in batch.items()}
+  assert counted.rows == 3
+  split = {name: x.reshape(4, 1, T) for name, x in batch.items()}
   assert [float(x) for x in jax.tree.leaves(denominators(split, DEPTHS))] == [
     float(x) for x in jax.tree.leaves(counted)
   ]
@@ -172,6 +172,16 @@ def test_the_mtp_loss_depends_on_the_mtp_weights_alone(whole):
     assert abs(metrics[f"mtp_loss_{k}"] - whole[1][f"mtp_loss_{k}"]) > 1e-3
 
 
+def test_the_balance_loss_is_a_mean_over_rows_that_hold_anything(whole):
+  """Each row alone gives the sum over layers of its own loss; the empty one is no row."""
+  batch = packed(ROWS, T)
+  alone = []
+  for row in range(3):
+    piece = {name: np.where((np.arange(4) == row)[:, None], x, 0) for name, x in batch.items()}
+    alone.append(loss_and_gradients(toy.params(CFG), piece)[1]["balance_loss"])
+  np.testing.assert_allclose(whole[1]["balance_loss"], np.mean(alone), rtol=1e-5)
+
+
 def test_the_balance_loss_that_is_logged_is_the_one_optimised(whole):
   """Its weight times the logged value is its share of the loss, and routers alone feel it first-hand."""
   params, batch = toy.params(CFG), packed(ROWS, T)
@@ -188,3 +198,22 @@ def test_a_batch_of_padding():
   assert loss == 0
   for x in jax.tree.leaves((metrics, grads)):
     assert not np.asarray(x).any()  # which NaN would fail
+
+
+def test_a_tied_head_gathers_the_gradients_of_both_uses():
+  """Of next-token and MTP losses alike: embedding's and head's of the untied model with equal weights."""
+  small = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "mtp_depths": 1}
+  untied, tied = toy.config(**small), toy.config(**small, tie_word_embeddings=True)
+  weights, batch = toy.params(tied), packed(ROWS, T)
+  counted = denominators(batch, 1)
+
+  def gradients(cfg, params):
+    def loss(params):
+      return pretrain_loss(params, batch, cfg, counted, 0.3, 0.0, 16)[0]
+
+    return jax.jit(jax.value_and_grad(loss), compiler_options=toy.FAST_COMPILE)(params)
+
+  value, grads = gradients(tied, weights)
+  apart_value, apart = gradients(untied, weights | {"head": weights["embed"].T})
+  np.testing.assert_allclose(value, apart_value, rtol=1e-6)
+  toy.close(grads["embed"], apart["embed"] + apart["head"].T, 1e-5)

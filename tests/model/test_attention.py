@@ -191,6 +191,18 @@ def test_a_window_sees_exactly_its_keys():
   np.testing.assert_array_equal(moved_ST, (distance >= 0) & (distance < 5))
 
 
+def test_positions_restart_in_each_document():
+  """To the bit: rope sees only differences, so that anything else would show in roundings alone."""
+  cfg = toy.config(attention="F", mla_form="expanded", **DENSE_FFN)
+  tokens, segments = rows()
+  positions = positions_of(segments)
+  assert positions[PACKED, A - 1 : A + 2].tolist() == [A - 1, 0, 1]
+  counted = toy.forward(cfg, tokens, segments).logits_BTV
+  np.testing.assert_array_equal(counted, toy.forward(cfg, tokens, segments, positions).logits_BTV)
+  on = np.broadcast_to(np.arange(T, dtype=np.int32), positions.shape)
+  assert (counted != toy.forward(cfg, tokens, segments, on).logits_BTV).any()
+
+
 # The same function, computed in other ways
 
 
