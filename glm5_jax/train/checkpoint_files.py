@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -33,6 +33,20 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 # futures behind whose errors asyncio logs.
 for _logger in ("absl", "asyncio"):
   logging.getLogger(_logger).addFilter(_not_from_orbax)
+
+
+def _without_late_siblings(report: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  def hook(unraisable: Any) -> None:
+    late = unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
+    if not late:
+      report(unraisable)
+
+  return hook
+
+
+# When one of orbax's writes fails, that is raised; its siblings, whenever they end, find the event loop that
+# they should report to closed, and their threads would print so.
+sys.unraisablehook = _without_late_siblings(sys.unraisablehook)
 
 
 def complete_steps(folder: pathlib.Path) -> list[int]:
