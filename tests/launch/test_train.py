@@ -117,6 +117,7 @@ train(RunConfig.from_json({run.to_json()!r}), workdir, report)
   assert metrics(tmp_path, training_only=True) == metrics(undisturbed, training_only=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_explodes_stops_and_names_the_batch(data, tmp_path, command):
   run = plain_run(data, **{"optim.peak_lr": 1e30, "optim.max_nonfinite": 2, "train.steps": 20})
   done = command("train", *as_flags(run), f"--workdir={tmp_path}")

@@ -198,8 +198,8 @@ def test_more_steps_continue_and_the_stretched_schedules_are_named(data, copy):
 
 def test_newest_checkpoints_are_kept(data, copy, plain):
   assert complete_steps(plain / "checkpoints") == [4, 6]
-  train(plain_run(data, **{"train.steps": 7, "train.keep_checkpoints": 1}), copy, Lines())
-  assert complete_steps(copy / "checkpoints") == [7]
+  train(plain_run(data, **{"train.steps": 8, "train.keep_checkpoints": 1}), copy, Lines())
+  assert complete_steps(copy / "checkpoints") == [8]
 
 
 # Numbers that are not finite
