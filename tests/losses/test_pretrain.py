@@ -72,17 +72,20 @@ def test_padding_never_counts():
 
 def test_denominators_count_the_whole_batch():
   batch = packed(ROWS, T)
-  counted = denominators(batch, DEPTHS)
-  assert counted.tokens == len(by_hand(batch, 0)) == 34
-  assert [float(n) for n in counted.mtp_tokens] == [len(by_hand(batch, k)) for k in (1, 2, 3)]
-  assert counted.rows == 3
+  found = denominators(batch, DEPTHS)
+  assert found.tokens == len(by_hand(batch, 0)) == 34
+  assert [float(n) for n in found.mtp_tokens] == [len(by_hand(batch, k)) for k in (1, 2, 3)]
+  assert found.rows == 3
   split = {name: x.reshape(4, 1, T) for name, x in batch.items()}
   assert [float(x) for x in jax.tree.leaves(denominators(split, DEPTHS))] == [
-    float(x) for x in jax.tree.leaves(counted)
+    float(x) for x in jax.tree.leaves(found)
   ]
 
 
 # Loss and gradients
+
+
+counted = jax.jit(denominators, static_argnums=1)
 
 
 @functools.partial(jax.jit, compiler_options=toy.FAST_COMPILE)
@@ -94,7 +97,7 @@ def compiled(params, batch, denominator, mtp_weight, balance_weight):
 
 
 def loss_and_gradients(params, batch, whole=None, mtp_weight=MTP_WEIGHT, balance_weight=BALANCE_WEIGHT):
-  denominator = denominators(batch if whole is None else whole, DEPTHS)
+  denominator = counted(batch if whole is None else whole, DEPTHS)
   (loss, metrics), grads = compiled(params, batch, denominator, mtp_weight, balance_weight)
   return loss, metrics, grads
 
@@ -205,11 +208,11 @@ def test_a_tied_head_gathers_the_gradients_of_both_uses():
   small = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "mtp_depths": 1}
   untied, tied = toy.config(**small), toy.config(**small, tie_word_embeddings=True)
   weights, batch = toy.params(tied), packed(ROWS, T)
-  counted = denominators(batch, 1)
+  denominator = counted(batch, 1)
 
   def gradients(cfg, params):
     def loss(params):
-      return pretrain_loss(params, batch, cfg, counted, 0.3, 0.0, 16)[0]
+      return pretrain_loss(params, batch, cfg, denominator, 0.3, 0.0, 16)[0]
 
     return jax.jit(jax.value_and_grad(loss), compiler_options=toy.FAST_COMPILE)(params)
 

@@ -114,12 +114,13 @@ def test_scanned_and_unrolled_layers_agree(scanned):
   toy.close(flat_grads, unstack(grads, cfg)[0], 2e-5)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
 def test_rematerialisation_changes_no_gradient(scanned, remat):
   cfg, params, right = scanned
   toy.close(gradients(cfg.replace(remat=remat), params), right, 1e-5)
 
 
+@pytest.mark.slow
 def test_unrolled_rematerialisation_hands_selections_on():
   """Blocks that share a selection, each recomputed in the backward pass."""
   cfg = toy.config(

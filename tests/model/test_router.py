@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from glm5_jax.model.router import (
-  expert_counts,
-  load_violation,
-  route,
-  sequence_balance_loss,
-  update_bias,
-)
+from glm5_jax.model import router
+from glm5_jax.model.router import expert_counts, load_violation, update_bias
 from tests.model import toy
+
+route = jax.jit(router.route, static_argnums=2)
+sequence_balance_loss = jax.jit(router.sequence_balance_loss, static_argnums=2)
 
 M, E, K = 6, 8, 2
 CFG = toy.config()  # 8 experts, 2 per token, scaled by 2.5
