@@ -5,6 +5,7 @@
 Training is interrupted once on the way, by SIGTERM, and goes on from its checkpoint by the same command.
 """
 
+import os
 import re
 import shlex
 import signal
@@ -60,8 +61,15 @@ def _command(name: str, *arguments: str, interrupt_at: int = 0) -> str:
   """
   print("\n$", shlex.join(["python", "-m", f"launch.{name}", *arguments]), flush=True)
   command = [sys.executable, "-u", "-m", f"launch.{name}", *arguments]
+  # What one command compiled, the next one need not.
+  environment = {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(_WORKDIR.value).absolute() / "jax_cache"),
+    **os.environ,
+  }
   output = []
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, text=True, errors="replace", env=environment
+  ) as process:
     assert process.stdout is not None
     while piece := process.stdout.read(1) if name == "generate" else process.stdout.readline():
       sys.stdout.write(piece)
