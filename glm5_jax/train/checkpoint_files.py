@@ -23,10 +23,10 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-  trace = record.exc_info[2] if record.exc_info else None
-  return not any(
-    "orbax" in name for name in (record.pathname, *(f.filename for f in traceback.extract_tb(trace)))
-  )
+  _, error, trace = record.exc_info or (None, None, None)
+  files = [frame.filename for frame in traceback.extract_tb(trace)]
+  # A write that failed in tensorstore has no frames; it names orbax's temporary folder.
+  return not any("orbax" in name for name in (record.pathname, str(error), *files))
 
 
 # Orbax narrates every phase of a save, logs the traceback of errors that it also raises, and leaves

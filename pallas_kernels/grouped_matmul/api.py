@@ -40,7 +40,8 @@ def grouped_matmul(
     group_sizes_E: int32, with a sum of at most M.
     implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (batched matmul of aligned
       row blocks); None picks by back end, since ragged_dot is about ten times slower on CPU.
-    alignment: what the caller promises every group size to be a multiple of.
+    alignment: what the caller promises every group size to be a multiple of; rows past the last group
+      must then be finite, as they are multiplied by 0.
   """
   if x_MK.ndim != 2 or w_EKN.ndim != 3 or x_MK.shape[1] != w_EKN.shape[1]:
     raise ValueError(f"grouped_matmul needs x [M, K] and w [E, K, N], got {x_MK.shape} and {w_EKN.shape}")

@@ -46,15 +46,18 @@ def argmax_continuation(params, cfg: ModelConfig, prompt, count: int) -> list[in
   return ids[len(prompt) :]
 
 
-def drafts_that_hold(params, cfg: ModelConfig, prompt, continuation, draft_steps: int) -> np.ndarray:
+def drafts_that_hold(
+  params, cfg: ModelConfig, prompt, continuation, count: int, draft_steps: int
+) -> np.ndarray:
   """[rounds] int: how many greedy drafts hold in each round, had drafting used full passes.
 
-  Depth k at slot i has seen token i + k and predicts the one after it.
+  Depth k at slot i has seen token i + k and predicts the one after it. Rounds go on until `count` tokens
+  are known; `continuation` has draft_steps more.
   """
   held = []
-  known = len(prompt) + 1
   ids = list(prompt) + list(continuation)
-  while known < len(prompt) + len(continuation) - draft_steps:
+  known = len(prompt) + 1
+  while known < len(prompt) + count:
     drafted: list[int] = []
     for k in range(1, draft_steps + 1):
       logits = full_logits(params, cfg, ids[:known] + drafted)
