@@ -151,7 +151,8 @@ class DataConfig:
   seq_len: int = 512
   packing: str = "truncate"  # "truncate": cut at row ends (pre-training); "best_fit": whole documents
   pack_bins: int = 64  # open rows that best_fit chooses between
-  shuffle: bool = True
+  shuffle: bool = True  # documents, every epoch in another order; then rows
+  shuffle_window: int = 512  # rows mixed after packing: a long document fills many in a row; 1 leaves them
   seed: int = 0
   prefetch: int = 4  # batches made ahead, in threads
 

@@ -69,6 +69,7 @@ _BOUNDS: Mapping[str, tuple[float | None, float | None]] = {
   "model.query_block": (0, None),
   "data.seq_len": (2, None),
   "data.pack_bins": (1, None),
+  "data.shuffle_window": (1, None),
   "data.seed": (0, None),
   "data.prefetch": (0, None),
   "optim.final_lr": (0, None),

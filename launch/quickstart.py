@@ -40,7 +40,12 @@ def main(_: Sequence[str]) -> None:
   _command(*train)
   _command("evaluate", f"--checkpoint={folder}", f"--json={scores}")
   text = _command(
-    "generate", f"--checkpoint={folder}", f"--prompt={_PROMPT.value}", "--max_new_tokens=160", "--speculate=3"
+    "generate",
+    f"--checkpoint={folder}",
+    f"--prompt={_PROMPT.value}",
+    "--max_new_tokens=160",
+    "--temperature=0.7",
+    "--speculate=3",
   )
   sample.write_text(text)
   _command("report", f"--workdir={folder}", f"--evaluation={scores}", f"--sample={sample}")

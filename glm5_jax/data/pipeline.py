@@ -38,12 +38,15 @@ class TrainIterator:
       "packing": cfg.packing,
       "pack_bins": cfg.pack_bins if cfg.packing == "best_fit" else 0,
       "shuffle": cfg.shuffle,
+      "shuffle_window": cfg.shuffle_window if cfg.shuffle else 1,
       "seed": cfg.seed,
       "process_index": process_index,
       "process_count": process_count,
     }
     documents = train_documents(cfg, self._meta, process_index, process_count)
     rows = pack(documents, cfg.packing, cfg.seq_len, cfg.pack_bins, cfg.seed, cfg.shuffle)
+    if cfg.shuffle and cfg.shuffle_window > 1:
+      rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=cfg.shuffle_window, seed=cfg.seed)
     ahead = cfg.prefetch * self._local(batch_size)
     self._rows = iter(grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=ahead))
 

@@ -110,14 +110,14 @@ def plot_loss(
   panels: list[tuple[str, str, dict[str, float]]] = [
     ("training loss, nats per token", _loss_name(metrics), {})
   ]
-  if series(metrics, "heldout_bits_per_byte"):
-    panels.append(("held-out bits per byte", "heldout_bits_per_byte", dict(baselines or {})))
+  if series(metrics, "heldout_bpb"):
+    panels.append(("held-out bits per byte", "heldout_bpb", dict(baselines or {})))
   figure = Figure(figsize=(5.5 * len(panels), 3.8), dpi=120, layout="constrained")
   for axes, (title, name, levels) in zip(
     figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
   ):
     points = series(metrics, name)
-    if name != "heldout_bits_per_byte" and len(points) >= SMOOTH_FROM:
+    if name != "heldout_bpb" and len(points) >= SMOOTH_FROM:
       axes.plot(*zip(*points, strict=True), color="#9db7d8", linewidth=0.8)
       points = smooth(points)
     if points:
@@ -215,7 +215,7 @@ def _curves(report: Report, metrics: Sequence[Mapping[str, Any]]) -> str:
     if len(loss) >= SMOOTH_FROM:
       lines = [Line("loss", _thin(loss), "faint"), Line("smoothed loss", _thin(smooth(loss)))]
     charts.append(("Training loss, nats per token", line_chart(lines, "step", "training loss")))
-  heldout = series(metrics, "heldout_bits_per_byte")
+  heldout = series(metrics, "heldout_bpb")
   if heldout:
     chart = line_chart([Line("bits per byte", _thin(heldout))], "step", "bits per byte", report.baselines)
     charts.append(("Held-out bits per byte", chart))

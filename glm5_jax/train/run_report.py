@@ -9,7 +9,8 @@ from glm5_jax.config import RunConfig
 from glm5_jax.data.records import load_data_tokenizer, read_records
 from glm5_jax.errors import UserError
 from glm5_jax.evals.baselines import MarkovByteModel, gzip_bits_per_byte
-from glm5_jax.train.report import Report, Sample, write_report
+from glm5_jax.model import count_params
+from glm5_jax.train.report import METRICS_FILE, Report, Sample, read_metrics, write_report
 
 
 def report_run(workdir: str | Path, evaluation: str | Path, sample: str | Path | None = None) -> str:
@@ -42,10 +43,22 @@ def report_run(workdir: str | Path, evaluation: str | Path, sample: str | Path |
       accuracy=[lm["accuracy"], *(lm[f"mtp_accuracy_{k}"] for k in range(1, depths + 1))],
       accept_length=drafts.get("accept_length"),
       samples=[Sample("", text)] if text else [],
+      facts=_facts(run, read_metrics(Path(workdir) / METRICS_FILE)),
     ),
   )
   beside = ", ".join(f"{name} {bits:.3f}" for name, bits in baselines.items())
   return f"held-out bits per byte {lm['bits_per_byte']:.3f} (beside {beside}); report in {path}"
+
+
+def _facts(run: RunConfig, metrics: list[dict[str, Any]]) -> dict[str, str]:
+  counts = count_params(run.model)
+  facts = {
+    "parameters": f"{counts['total'] / 1e6:,.2f} M, of which {counts['active'] / 1e6:,.2f} M a token meets",
+    "parameters of the MTP layer": f"{counts['mtp'] / 1e6:,.2f} M",
+  }
+  if tokens := [entry["tokens"] for entry in metrics if entry.get("tokens")]:
+    facts["targets trained on"] = f"{tokens[-1]:,.0f}"
+  return facts
 
 
 def byte_baselines(data_folder: str) -> dict[str, float]:

@@ -15,7 +15,15 @@ from glm5_jax.errors import UserError
 
 @pytest.fixture(params=PACKINGS)
 def cfg(request, data_folder):
-  return DataConfig(folder=data_folder, seq_len=24, packing=request.param, pack_bins=4, seed=3, prefetch=2)
+  return DataConfig(
+    folder=data_folder,
+    seq_len=24,
+    packing=request.param,
+    pack_bins=4,
+    shuffle_window=5,
+    seed=3,
+    prefetch=2,
+  )
 
 
 @pytest.fixture
@@ -120,6 +128,14 @@ def test_processes_read_disjoint_documents_that_cover_all_in_every_epoch(cfg, co
   parts = [epochs_of(cfg, 2, index, count) for index in range(count)]
   for epoch in range(2):
     assert sorted(document for part in parts for document in part[epoch]) == sorted(stored)
+
+
+def test_rows_are_mixed_within_windows_and_none_is_lost(cfg, train):
+  plain = train(dataclasses.replace(cfg, shuffle_window=1), 10).next_batch().tokens.tolist()
+  mixed = train(cfg, 10).next_batch().tokens.tolist()
+  assert mixed != plain
+  for begin in (0, 5):
+    assert sorted(mixed[begin : begin + 5]) == sorted(plain[begin : begin + 5])
 
 
 def test_end_of_text_stands_once_at_the_end_of_each_document(data_folder):

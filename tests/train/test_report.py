@@ -58,7 +58,7 @@ def write_metrics(folder, steps=60, tail=""):
   for step in range(10, 10 * steps + 1, 10):
     entry = {"step": step, "time": float(step), "loss": 9.0, "lm_loss": 2 + 6 / step, "tokens_per_s": 4000.0}
     if step % 100 == 0:
-      entry["heldout_bits_per_byte"] = 1.5 + 50 / step
+      entry["heldout_bpb"] = 1.5 + 50 / step
     lines.append(json.dumps(entry))
   path = folder / "metrics.jsonl"
   path.write_text("\n".join(lines) + "\n" + tail)
