@@ -81,8 +81,9 @@ class GLM5(nn.Module):
       contexts = [ctx._replace(segments_BT=_with_successor(segment_ids_BT, k)) for k in depths]
       hiddens, _, mtp_aux = mtp(hidden_BTD, future, contexts)
       aux["mtp_hidden_KBTD"] = jnp.stack(hiddens)
-      aux["router_counts"]["mtp"] = {"block": mtp_aux["counts_E"]}
-      aux["balance"] += mtp_aux["balance"]
+      if mtp_aux:  # a dense layer has none
+        aux["router_counts"]["mtp"] = {"block": mtp_aux["counts_E"]}
+        aux["balance"] += mtp_aux["balance"]
     logits_BTV = project(hidden_BTD, head_DV, dtype).astype(jnp.float32)
     if cache is not None:
       length = cache.length + tokens_BT.shape[1]
