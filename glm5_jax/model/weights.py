@@ -1,8 +1,8 @@
 """The one way a weight is declared: shape, logical axes and initialiser in one line.
 
-Abstract values, shardings and arrays all come from these declarations. The logical axes are
-"vocab", "embed", "q_rank", "kv_rank", "heads", "head_dim", "index_heads", "index_dim", "mlp",
-"experts" and "layers"; parallel/rules.py maps them to mesh axes.
+Abstract values and arrays come from these declarations, and so do shardings: the logical axes ("vocab",
+"embed", "embed_pair", "q_rank", "kv_rank", "heads", "head_dim", "index_heads", "index_dim", "mlp",
+"experts", and "layers" in front of stacked weights) are what a table of rules maps to mesh axes.
 """
 
 from collections.abc import Callable, Sequence
