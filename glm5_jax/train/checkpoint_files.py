@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -47,6 +48,8 @@ def _without_late_siblings(report: Callable[[Any], Any]) -> Callable[[Any], Any]
 # When one of orbax's writes fails, that is raised; its siblings, whenever they end, find the event loop that
 # they should report to closed, and their threads would print so.
 sys.unraisablehook = _without_late_siblings(sys.unraisablehook)
+# And those that had not begun are never awaited.
+warnings.filterwarnings("ignore", r"coroutine 'async_(de)?serialize.* was never awaited", RuntimeWarning)
 
 
 def complete_steps(folder: pathlib.Path) -> list[int]:
