@@ -11,7 +11,8 @@ import pytest
 
 from glm5_jax.errors import UserError
 from glm5_jax.losses.pretrain import denominators, pretrain_loss
-from glm5_jax.serve.generate import Generator
+from glm5_jax.serve import speculate
+from glm5_jax.serve.generate import Generator, row_keys
 from glm5_jax.serve.sampling import Sampling, probabilities
 from glm5_jax.serve.speculate import SpeculativeGenerator, make_generator
 from tests.model import toy
@@ -110,6 +111,31 @@ def agreeing_model(cfg):
   eh_proj = jnp.concatenate([jnp.eye(cfg.hidden_size), jnp.zeros((cfg.hidden_size,) * 2)])
   mtp = params["mtp"] | {"enorm": ones, "norm": params["final_norm"], "eh_proj": eh_proj}
   return params | {"mtp": mtp}
+
+
+@pytest.mark.parametrize(("mode", "draft_steps"), ALL)
+def test_draft_distributions_are_those_of_training(mode, draft_steps):
+  """At the prompt's end and some rounds later: caches, positions, padding and recomputed slots all count."""
+  cfg = MODELS[mode]
+  generator = SpeculativeGenerator(toy.params(cfg), cfg, draft_steps=draft_steps)
+  weights, flat_cfg = generator.params, generator.cfg
+  padded, capacity = generator.prepare(PROMPTS, COUNT, extra=2 * draft_steps + 1)
+  keys = row_keys(0, len(PROMPTS))
+  fixed = (GREEDY, (), draft_steps)
+  state = speculate._prefill(weights, flat_cfg, padded, keys, GREEDY, (), capacity, draft_steps)
+  draft = jax.jit(speculate._draft, static_argnums=(1, 4, 6))
+  draft_keys = jax.vmap(lambda key: jax.random.split(key, draft_steps))(keys)
+  for _ in range(2):
+    tokens_BS, _, probs_BKV = draft(
+      weights, flat_cfg, state, padded.padding_B, Sampling(), draft_keys, draft_steps
+    )
+    for row, padding in enumerate(padded.padding_B.tolist()):
+      known = int(state.known_B[row])
+      ids = np.asarray(tokens_BS[row, padding : known + draft_steps]).tolist()
+      logits = full_logits(toy.params(cfg), cfg, ids)[1 : draft_steps + 1, known - padding - 2]
+      np.testing.assert_allclose(probs_BKV[row], jax.nn.softmax(logits), atol=2e-5)
+    limit = jnp.int32(padded.tokens_BT.shape[1] + COUNT)
+    state = speculate._rounds(weights, flat_cfg, state, padded.padding_B, limit, *fixed)
 
 
 @pytest.fixture(scope="module")
