@@ -32,6 +32,8 @@ _JSON = flags.DEFINE_string("json", None, "file to write the scores to")
 def main(_: Sequence[str]) -> None:
   if not _CHECKPOINT.value:
     raise UserError("--checkpoint is needed: the folder of a run, a checkpoint, or Hugging Face's")
+  if _JSON.value and not Path(_JSON.value).parent.is_dir():
+    raise UserError(f"--json: no folder {Path(_JSON.value).parent} to write to")
   # jax starts only once the flags are known to be right
   from glm5_jax import evals
   from glm5_jax.serve.load import open_model
