@@ -21,6 +21,9 @@ from glm5_jax.train.checkpoint import Checkpointer, load_params_checkpoint, save
 from glm5_jax.train.checksum import checksums
 from glm5_jax.train.resume import MAY_CHANGE, check_resume, compare_configs
 
+# Orbax's reads and writes that outlive a failed one are a race that read_or_damaged can shorten, not end.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 ROOT = pathlib.Path(__file__).parents[2]
 EXTRA = {"rows": 8, "best": [1.5, 2], "note": "ü"}
 
@@ -263,8 +266,6 @@ DAMAGED = {
 KINDS = [("arrays", "flip"), ("arrays", "delete"), ("array index", "flip"), ("config", "delete")]
 
 
-# Orbax's reads that outlive a failed one are a race that read_or_damaged can shorten, not end.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("what", "how"), [*KINDS, *((what, "truncate") for what in DAMAGED)])
 def test_damage_is_found_and_named(what, how, saved, state):
   path = DAMAGED[what](saved / "2")
@@ -279,7 +280,7 @@ def test_damage_is_found_and_named(what, how, saved, state):
   message = r"checkpoint .*/2 is damaged \(.*\); move it away to use step 1$"
   with pytest.raises(UserError, match=message):
     restore(saved, state)
-  if (what, how) != ("arrays", "flip"):  # the flipped byte may be the optimiser's, which this does not read
+  if what != "arrays" or how == "delete":  # what is lost may be the optimiser's, which this does not read
     with pytest.raises(UserError, match=message):
       load_params_checkpoint(saved)
   assert_bit_equal(restore(saved, state, step=1)[0], state)
