@@ -21,8 +21,10 @@ def _boxed(cfg: ModelConfig) -> Tree:
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> Tree:
   """Fresh parameters, in `param_dtype`. Under jit nothing but the initialisers remains."""
-  tokens_BT = jnp.zeros((1, 8), jnp.int32)
-  return nn.unbox(jax.jit(GLM5(cfg).init)(key, tokens_BT)["params"])
+  # On CPU a program that runs once is not worth optimising: it would compile three times as long.
+  options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+  init = jax.jit(GLM5(cfg).init, compiler_options=options)
+  return nn.unbox(init(key, jnp.zeros((1, 8), jnp.int32))["params"])
 
 
 def abstract_params(cfg: ModelConfig) -> Tree:

@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -188,7 +187,10 @@ def test_full_disk_is_one_clear_line_and_keeps_the_old_folder(cfg, texts):
   prepare(cfg, report=quiet)
   before = contents(cfg.out)
   code = (
+    "import resource, signal\n"
     "from glm5_jax.data.prepare import *\n"
+    "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
     "try:\n"
     f"  prepare(PrepareConfig({cfg.out!r}, [{str(texts)!r}], {os.path.join(cfg.out, 'tokenizer.model')!r},\n"
     "          heldout=0.2), overwrite=True)\n"
@@ -196,13 +198,7 @@ def test_full_disk_is_one_clear_line_and_keeps_the_old_folder(cfg, texts):
     "  print('told:', error)\n"
   )
 
-  def limit():
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-
-  done = subprocess.run(
-    [sys.executable, "-B", "-c", code], preexec_fn=limit, capture_output=True, text=True, timeout=60
-  )
+  done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, timeout=60)
   assert "told: cannot write" in done.stdout, done.stdout + done.stderr
   assert "too large" in done.stdout
   assert contents(cfg.out) == before

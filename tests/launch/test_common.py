@@ -113,10 +113,10 @@ def test_bad_command_line(run, arguments, said):
 
 def test_overrides_reach_the_config_and_libraries_stay_quiet(run):
   done = run(
-    "--config", "x.py", "--config.train.steps=7", "--config.optim.peak_lr", "1e-2",
+    "--config", "x.py", "--config.train.steps=700", "--config.optim.peak_lr", "1e-2",
     "--config.model.eos_token_id=3,4", "--noconfig.model.scan_layers",
   )  # fmt: skip
-  assert (done.returncode, done.stdout, done.stderr) == (0, "7 0.01 (3, 4) False\n", "")
+  assert (done.returncode, done.stdout, done.stderr) == (0, "700 0.01 (3, 4) False\n", "")
 
 
 def test_interrupt_exits_130(run):
