@@ -50,7 +50,8 @@ class SkipCounts(NamedTuple):
       saved = f", the last batch is in {batch_file}" if batch_file else ""
       raise UserError(
         f"loss or gradient not finite in {int(self.consecutive)} steps in a row{saved}: "
-        f"lower optim.peak_lr or raise optim.warmup_steps (optim.max_nonfinite={limit} stops the run)"
+        f"start another --workdir with a lower optim.peak_lr or more optim.warmup_steps "
+        f"(optim.max_nonfinite={limit} stops the run)"
       )
 
 
