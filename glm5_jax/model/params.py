@@ -21,9 +21,10 @@ def _boxed(cfg: ModelConfig) -> Tree:
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> Tree:
   """Fresh parameters, in `param_dtype`. Under jit nothing but the initialisers remains."""
-  # On CPU a program that runs once is not worth optimising: it would compile three times as long.
-  options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-  init = jax.jit(GLM5(cfg).init, compiler_options=options)
+  # On CPU a program that runs once is not worth optimising: it would compile three times as long. Inside a
+  # caller's jit there is no program of our own.
+  alone = jax.default_backend() == "cpu" and not isinstance(key, jax.core.Tracer)
+  init = jax.jit(GLM5(cfg).init, compiler_options={"xla_backend_optimization_level": 0} if alone else None)
   return nn.unbox(init(key, jnp.zeros((1, 8), jnp.int32))["params"])
 
 
