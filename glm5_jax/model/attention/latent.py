@@ -85,17 +85,15 @@ def attend_visible(
   scale = cfg.qk_head_dim**-0.5  # of the expanded head, in both forms
   absorbed = choose_form(cfg, T, S) == "absorbed"
   if absorbed:
-    q = _absorbed_query(latent, dtype)
+    q_BNTK = _absorbed_query(latent, dtype)
     k, v = latent.keys_BSL, latent.keys_BSL[..., :C]
   else:
-    q = jnp.concatenate([latent.q_nope_BTNP, latent.q_rope_BTNR], axis=-1)
+    q_BTNK = jnp.concatenate([latent.q_nope_BTNP, latent.q_rope_BTNR], axis=-1)
+    q_BNTK = jnp.swapaxes(q_BTNK, 1, 2)
     k, v = _expanded_keys_values(latent, cfg, dtype)
-  blocks = [
-    attend(q[:, begin:end], k[:, :keys], v[:, :keys], visible_fn(begin, end, keys), scale)
-    for begin, end, keys in query_blocks(cfg, ctx)
-  ]
-  mixed = jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0]
-  return _output(mixed, latent, absorbed, dtype)
+  blocks = tuple(query_blocks(cfg, ctx))
+  masks = tuple(visible_fn(*block) for block in blocks)
+  return _output(attend(q_BNTK, k, v, masks, blocks, scale), latent, absorbed, dtype)
 
 
 def attend_selected(latent: Latent, indices_BTK: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -112,30 +110,33 @@ def attend_selected(latent: Latent, indices_BTK: jax.Array, cfg: ModelConfig) ->
 
 
 def _absorbed_query(latent: Latent, dtype) -> jax.Array:
-  """[B, T, N, C + R]: W_UKᵀ q_nope beside the rotated part, to be dotted with cached keys directly."""
-  q_BTNC = jnp.einsum(
-    "btnp,cnp->btnc",
+  """[B, N, T, C + R]: W_UKᵀ q_nope beside the rotated part, to be dotted with cached keys directly."""
+  q_BNTC = jnp.einsum(
+    "btnp,cnp->bntc",
     latent.q_nope_BTNP,
     latent.k_b_CNP.astype(dtype),
     preferred_element_type=jnp.float32,
   )
-  return jnp.concatenate([q_BTNC.astype(dtype), latent.q_rope_BTNR], axis=-1)
+  return jnp.concatenate([q_BNTC.astype(dtype), jnp.swapaxes(latent.q_rope_BTNR, 1, 2)], axis=-1)
 
 
 def _expanded_keys_values(latent: Latent, cfg: ModelConfig, dtype) -> tuple[jax.Array, jax.Array]:
-  """[B, S, N, P + R] and [B, S, N, H] from the latent; the rotated key is shared by all heads."""
+  """[B, N, S, P + R] and [B, N, S, H] from the latent; the rotated key is shared by all heads."""
   c_BSC, rope_BSR = latent.keys_BSL[..., : cfg.kv_lora_rank], latent.keys_BSL[..., cfg.kv_lora_rank :]
   k_BSNP, v_BSNH = project(c_BSC, latent.k_b_CNP, dtype), project(c_BSC, latent.v_b_CNH, dtype)
   B, S, R = rope_BSR.shape
   rope_BSNR = jnp.broadcast_to(rope_BSR[:, :, None], (B, S, cfg.num_attention_heads, R))
-  return jnp.concatenate([k_BSNP, rope_BSNR], axis=-1), v_BSNH
+  k_BSNK = jnp.concatenate([k_BSNP, rope_BSNR], axis=-1)
+  return jnp.swapaxes(k_BSNK, 1, 2), jnp.swapaxes(v_BSNH, 1, 2)
 
 
-def _output(mixed, latent: Latent, absorbed: bool, dtype) -> jax.Array:
-  """Mixed values [B, T, N, C] (absorbed) or [B, T, N, H] → [B, T, D]."""
+def _output(mixed_BNTX, latent: Latent, absorbed: bool, dtype) -> jax.Array:
+  """Mixed values [B, N, T, C] (absorbed) or [B, N, T, H] → [B, T, D]."""
   if absorbed:
-    mixed = jnp.einsum(
-      "btnc,cnh->btnh", mixed, latent.v_b_CNH.astype(dtype), preferred_element_type=jnp.float32
+    mixed_BTNH = jnp.einsum(
+      "bntc,cnh->btnh", mixed_BNTX, latent.v_b_CNH.astype(dtype), preferred_element_type=jnp.float32
     ).astype(dtype)
-  B, T, N, H = mixed.shape
-  return project(mixed.reshape(B, T, N * H), latent.o_NHD.reshape(N * H, -1), dtype)
+  else:
+    mixed_BTNH = jnp.swapaxes(mixed_BNTX, 1, 2)
+  B, T, N, H = mixed_BTNH.shape
+  return project(mixed_BTNH.reshape(B, T, N * H), latent.o_NHD.reshape(N * H, -1), dtype)
