@@ -69,7 +69,7 @@ def _forward(q, k, v, masks, blocks, scale):
     out, lse = _forward_block(q[:, :, begin:end], _upto(k, keys), _upto(v, keys), visible_BTS, scale)
     outs.append(out)
     sums.append(lse)
-  out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)
+  out = jnp.concatenate(outs, axis=2)
   return out, (q, k, v, masks, out, tuple(sums))
 
 
@@ -98,8 +98,8 @@ def _backward(blocks, scale, saved, grad_BNTH):
     grad_q.append(block_q)
     grad_k = grad_k.at[..., :keys, :].add(block_k)
     grad_v = grad_v.at[..., :keys, :].add(block_v)
-  grad_q = grad_q[0] if len(grad_q) == 1 else jnp.concatenate(grad_q, axis=2)
-  return grad_q.astype(q.dtype), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
+  grad_q_BNTK = jnp.concatenate(grad_q, axis=2).astype(q.dtype)
+  return grad_q_BNTK, grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
 
 
 def _backward_block(q, k, v, visible_BTS, lse_BNT1, grad_BNTH, row_BNT1, scale):
