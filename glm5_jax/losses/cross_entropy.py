@@ -35,7 +35,7 @@ def chunked_cross_entropy(
 def token_log_probs(
   hidden_MD: jax.Array, head_DV: jax.Array, targets_M: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-  """(log p(target) [M] float32, argmax = target [M] bool), for evaluation."""
+  """(log p(target) [M] float32, target has the highest logit [M] bool), for evaluation."""
 
   def body(_, piece):
     logits = _logits(piece[0], head_DV)
@@ -56,7 +56,8 @@ def _picked(logits_MV, targets_M):
 
 
 def _hits(logits_MV, targets_M):
-  return jnp.argmax(logits_MV, axis=-1) == targets_M
+  """Whether the target has the highest logit. A maximum, not an argmax: the log-sum-exp needs it anyway."""
+  return _picked(logits_MV, targets_M) == jnp.max(logits_MV, axis=-1)
 
 
 def _pieces(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -51,13 +51,13 @@ def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array], interleave: bo
 
 
 def project(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """Contracts the last axis of x with the first of w; float32 accumulation, result in `dtype`."""
-  return jax.lax.dot_general(
-    x.astype(dtype),
-    w.astype(dtype),
-    (((x.ndim - 1,), (0,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  ).astype(dtype)
+  """Contracts the last axis of x with the first of w; float32 accumulation, result in `dtype`.
+
+  Both are matrices inside: the weight gradient of a product with two token axes would first copy x.
+  """
+  x_MK, w_KN = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[0], -1)
+  out_MN = jnp.dot(x_MK.astype(dtype), w_KN.astype(dtype), preferred_element_type=jnp.float32)
+  return out_MN.astype(dtype).reshape(*x.shape[:-1], *w.shape[1:])
 
 
 class SwiGLU(nn.Module):

@@ -53,7 +53,18 @@ def make_train_step(run: RunConfig, optimizer: Optimizer) -> StepFn:
     metrics["router_load_violation"] = jnp.max(jnp.stack(loads)) if loads else jnp.zeros(())
     return state, metrics
 
-  return jax.jit(step_fn, donate_argnums=0)
+  return jax.jit(step_fn, donate_argnums=0, compiler_options=compiler_options())
+
+
+def compiler_options() -> dict[str, str] | None:
+  """XLA's options for a training step; nothing but on CPU.
+
+  There XLA gives matmuls and reductions to a library whose matmul is the slower one on two cores (a step
+  of `experiments.benchmarks.ours` takes 7 % longer): only reductions go to it.
+  """
+  if jax.default_backend() != "cpu":
+    return None
+  return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
 def accumulate(loss_fn: Callable, params: Any, batch: Batch, parts: int) -> tuple[Any, dict[str, Any]]:

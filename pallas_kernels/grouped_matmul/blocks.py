@@ -52,8 +52,8 @@ def _backward(block, saved, grad_MN):
   x_MK, w_EKN, group_sizes_E = saved
   owner_G, x_GBK = _owners(group_sizes_E, x_MK, block)
   grad_GBN = grad_MN.reshape(*x_GBK.shape[:2], -1)
-  grad_x = _dot("gbn,gkn->gbk", grad_GBN, _matrices(w_EKN, owner_G)).astype(x_MK.dtype)
-  outer_GKN = _dot("gbk,gbn->gkn", x_GBK, grad_GBN)
+  grad_x = _dot("gbn,gnk->gbk", grad_GBN, _matrices(_turn(w_EKN), owner_G)).astype(x_MK.dtype)
+  outer_GKN = _dot("gkb,gbn->gkn", _turn(x_GBK), grad_GBN)
   mine_EG = (owner_G[None] == jnp.arange(w_EKN.shape[0])[:, None]).astype(jnp.float32)
   grad_w = jnp.einsum("eg,gkn->ekn", mine_EG, outer_GKN)
   return grad_x.reshape(x_MK.shape), grad_w.astype(w_EKN.dtype), None
@@ -70,7 +70,13 @@ def _owners(group_sizes_E, x_MK, block):
 
 def _matrices(w_EKN, owner_G):
   """Each block's matrix; 0 for blocks past the last group, so that their rows give 0 and get no gradient."""
-  return jnp.take(w_EKN, owner_G, axis=0, mode="fill", fill_value=0)
+  with_zero = jnp.concatenate([w_EKN, jnp.zeros_like(w_EKN[:1])])
+  return with_zero.at[owner_G].get(mode="promise_in_bounds")
+
+
+def _turn(x: jax.Array) -> jax.Array:
+  """x with its last two axes exchanged in memory: XLA:CPU multiplies faster by rows that lie together."""
+  return jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
