@@ -2,8 +2,11 @@
 
 python -m launch.convert --source=GLM-5/ --target=runs/glm5        Hugging Face -> ours
 python -m launch.convert --source=runs/glm5 --target=exported/     ours -> Hugging Face
+
+The first reads and writes a few megabytes at a time, whatever the model's size. It needs no accelerator.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from absl import flags
 from glm5_jax import hf
 from glm5_jax.config import RunConfig
 from glm5_jax.errors import UserError
-from glm5_jax.train.checkpoint import load_params_checkpoint, save_params_checkpoint
+from glm5_jax.train.checkpoint import load_params_checkpoint
+from glm5_jax.train.checkpoint_import import import_params_checkpoint
 from launch.common import run
 
 _SOURCE = flags.DEFINE_string(
@@ -36,8 +40,8 @@ def main(_: Sequence[str]) -> None:
   if hf.is_hf_folder(source):
     ours = {"num_nextn_predict_layers": 0} if _DROP_MTP.value else {}
     cfg = hf.load_config(source, **ours)
-    params = hf.load_params(source, cfg, drop_mtp=_DROP_MTP.value)
-    save_params_checkpoint(target, params, RunConfig(name=source.resolve().name, model=cfg))
+    params = hf.open_params(source, cfg, drop_mtp=_DROP_MTP.value)
+    import_params_checkpoint(target, params, RunConfig(name=source.resolve().name, model=cfg))
   else:
     params, config = load_params_checkpoint(source, _STEP.value)
     cfg = config.model
@@ -46,7 +50,7 @@ def main(_: Sequence[str]) -> None:
       print(
         f"note: transformers attends to {cfg.index_topk} selected keys; these weights were run with all keys"
       )
-  count = sum(leaf.size for leaf in jax.tree.leaves(params))
+  count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
   print(
     f"{target}: {count:,} parameters in {cfg.num_hidden_layers} layers + {cfg.num_nextn_predict_layers} MTP"
   )

@@ -1,15 +1,15 @@
-"""Reads a Hugging Face GLM-5 folder tensor by tensor.
+"""Reads a Hugging Face GLM-5 folder into arrays, on one device or dealt over many.
 
-Peak memory is the target plus a few copies of the largest tensor. Names and shapes are checked against
-the config before any data is read: every tensor is used, every parameter is filled, or nothing is.
+No host holds more than its own devices' part of the model and about one shard of one parameter. Names and
+shapes are checked against the config before any data is read: every tensor is used, every parameter is
+filled, or nothing is.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.config_hf import FP8_BLOCK
 from glm5_jax.errors import UserError
 from glm5_jax.hf import names
+from glm5_jax.hf.lazy import Bounds, Part, StoredParam
 from glm5_jax.hf.safetensors_file import StoredTensor, read_header
 
 CONFIG_FILE = "config.json"
@@ -26,15 +27,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _SCALE_END = "_scale_inv"
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _SHOWN = 4  # names listed in an error
-
-
-@dataclass(frozen=True)
-class LoadedPiece:
-  """Values for params[path][index]; `index` may be empty or hold a layer of a stack and an expert."""
-
-  path: tuple[str, ...]
-  index: tuple[int, ...]
-  value: np.ndarray
 
 
 def load_config(folder: str | Path, **ours) -> ModelConfig:
@@ -50,40 +42,63 @@ def is_hf_folder(folder: str | Path) -> bool:
   return (folder / CONFIG_FILE).is_file() and "model_type" in _read_json(folder / CONFIG_FILE)
 
 
-def load_params(folder: str | Path, cfg: ModelConfig, drop_mtp: bool = False) -> dict[str, Any]:
-  """The parameter tree of `cfg` (jax arrays on the default device) from a Hugging Face folder.
+def load_params(
+  folder: str | Path, cfg: ModelConfig, shardings: Any = None, drop_mtp: bool = False
+) -> dict[str, Any]:
+  """The parameter tree of `cfg` from a Hugging Face folder.
 
   Args:
     folder: holds model.safetensors, or model.safetensors.index.json and its shards. Weights may be
       float32, float16, bfloat16, or float8_e4m3fn with 128×128 block scales (`…weight_scale_inv`).
     cfg: the architecture. Values are rounded to `param_dtype`; the selection bias stays float32.
+    shardings: a tree of shardings like the parameters'. Every process reads what its own devices hold;
+      beside that, its memory takes about one shard of one parameter. None: all on the default device.
     drop_mtp: with `num_nextn_predict_layers` 0, a stored MTP layer is an error unless this is set.
   Raises:
     UserError: a file is missing or torn, or a tensor is missing, left over or of another shape.
   """
-  arrays = {path: np.empty(shape, dtype) for path, (shape, dtype) in names.param_specs(cfg).items()}
-  for piece in iter_params(folder, cfg, drop_mtp):
-    arrays[piece.path][piece.index] = piece.value
+  stored = open_params(folder, cfg, drop_mtp)
+  if shardings is None:
+    return jax.tree.map(lambda param: jnp.asarray(param[_whole(param)]), stored)
+  return jax.tree.map(_sharded, stored, shardings)
+
+
+def open_params(folder: str | Path, cfg: ModelConfig, drop_mtp: bool = False) -> dict[str, Any]:
+  """The parameter tree of `cfg` with StoredParam leaves: checked, but no values read yet.
+
+  Arguments and errors as in `load_params`.
+  """
+  stored = _read_headers(Path(folder))
+  parts: dict[names.Path, dict[tuple[int, ...], Part]] = {}
+  for tensor in _match(Path(folder), stored, cfg, drop_mtp):
+    for piece in tensor.pieces:
+      part = Part(tensor, piece, stored[tensor.name], _scale(stored, tensor.name))
+      parts.setdefault(piece.path, {})[piece.index] = part
   params: dict[str, Any] = {}
-  for path in list(arrays):
+  for path, (shape, dtype) in names.param_specs(cfg).items():
     node = params
     for key in path[:-1]:
       node = node.setdefault(key, {})
-    node[path[-1]] = jnp.asarray(arrays.pop(path))
+    node[path[-1]] = StoredParam(shape, dtype, parts[path])
   return params
 
 
-def iter_params(folder: str | Path, cfg: ModelConfig, drop_mtp: bool = False) -> Iterator[LoadedPiece]:
-  """Yields every part of every parameter once, in the order of the files, in its dtype at rest.
+def _whole(param: StoredParam) -> tuple[slice, ...]:
+  return (slice(None),) * len(param.shape)
 
-  For loaders that place each part on its own devices; arguments and errors as in `load_params`.
-  """
-  stored = _read_headers(Path(folder))
-  todo = _match(Path(folder), stored, cfg, drop_mtp)
-  for tensor in sorted(todo, key=lambda t: (str(stored[t.name].file), stored[t.name].start)):
-    values = _read(stored, tensor.name)
-    for piece, part in tensor.split(values):
-      yield LoadedPiece(piece.path, piece.index, part.astype(names.param_dtype(cfg, piece.path)))
+
+def _sharded(param: StoredParam, sharding: jax.sharding.Sharding) -> jax.Array:
+  """Like jax.make_array_from_callback, but reads replicas once and holds one shard on the host at a time."""
+  holders: dict[Bounds, list[jax.Device]] = {}
+  for device, index in sharding.addressable_devices_indices_map(param.shape).items():
+    slices = index or ()
+    bounds = tuple(s.indices(size)[:2] for s, size in zip(slices, param.shape, strict=True))
+    holders.setdefault(bounds, []).append(device)
+  shards: list[jax.Array] = []
+  for bounds, devices in holders.items():
+    values = param[tuple(slice(*pair) for pair in bounds)]
+    shards += jax.block_until_ready([jax.device_put(values, device) for device in devices])
+  return jax.make_array_from_single_device_arrays(param.shape, sharding, shards)
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -140,11 +155,11 @@ def _match(
   return todo
 
 
-def _read(stored: dict[str, StoredTensor], name: str) -> np.ndarray:
-  """One tensor's values; fp8 is expanded to float32 by its block scales."""
+def _scale(stored: dict[str, StoredTensor], name: str) -> StoredTensor | None:
+  """The block scales of a float8 tensor; None for others."""
   entry = stored[name]
   if entry.dtype != _FP8:
-    return entry.read()
+    return None
   scale = stored.get(name + _SCALE_END)
   blocks = tuple(-(-size // FP8_BLOCK) for size in entry.shape)
   if scale is None or len(blocks) != 2 or scale.shape != blocks:
@@ -152,21 +167,7 @@ def _read(stored: dict[str, StoredTensor], name: str) -> np.ndarray:
     raise UserError(
       f"{entry.file}: {name} is float8; its {name + _SCALE_END} is {found}, needs {list(blocks)}"
     )
-  return dequantise(entry.read(), scale.read())
-
-
-def dequantise(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-  """float32 values · scale, one scale per block of 128×128; the last blocks may be smaller.
-
-  Args:
-    values: [rows, cols], any dtype.
-    scale: [ceil(rows/128), ceil(cols/128)], the factor to multiply by (named scale_inv in the files).
-  """
-  out = values.astype(np.float32)
-  for block, start in enumerate(range(0, out.shape[0], FP8_BLOCK)):
-    factors = np.repeat(scale[block].astype(np.float32), FP8_BLOCK)[: out.shape[1]]
-    out[start : start + FP8_BLOCK] *= factors
-  return out
+  return scale
 
 
 def _read_json(file: Path) -> dict[str, Any]:

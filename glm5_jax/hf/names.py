@@ -38,14 +38,8 @@ class Tensor:
   view: Shape
   pieces: tuple[Piece, ...]
 
-  def split(self, array: np.ndarray) -> Iterator[tuple[Piece, np.ndarray]]:
-    """The pieces of this tensor's values, in our axes."""
-    view = array.reshape(self.view)
-    for piece in self.pieces:
-      yield piece, view[_slices(piece, self.view)].transpose(piece.perm)
-
   def join(self, arrays: list[np.ndarray]) -> np.ndarray:
-    """Inverse of `split`: this tensor from the values of its pieces."""
+    """This tensor from the values of its pieces, in our axes."""
     view = np.empty(self.view, arrays[0].dtype)
     for piece, array in zip(self.pieces, arrays, strict=True):
       view[_slices(piece, self.view)] = array.transpose(np.argsort(piece.perm))

@@ -38,10 +38,9 @@ class StoredTensor:
   shape: tuple[int, ...]
   start: int
 
-  def read(self) -> np.ndarray:
-    """The tensor, in its stored dtype; nothing else of the file is read."""
-    count = int(np.prod(self.shape, dtype=np.int64))
-    return np.fromfile(self.file, self.dtype, count, offset=self.start).reshape(self.shape)
+  def map(self) -> np.ndarray:
+    """The tensor, in its stored dtype, as a read-only map of the file: what is used of it is read."""
+    return np.memmap(self.file, self.dtype, "r", self.start, self.shape)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

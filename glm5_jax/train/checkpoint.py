@@ -10,7 +10,6 @@ import base64
 import contextlib
 import json
 import pathlib
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,12 +20,12 @@ import orbax.checkpoint as ocp
 from glm5_jax.config import RunConfig
 from glm5_jax.errors import UserError
 from glm5_jax.train.checkpoint_files import (
-  COMMIT_FILE,
   SIBLINGS_SECONDS,
   complete_steps,
   disk_errors,
   read_or_damaged,
   remove_leftovers,
+  set_torn_steps_aside,
 )
 from glm5_jax.train.checksum import checksums
 from glm5_jax.train.resume import check_resume, shape_fields
@@ -53,7 +52,7 @@ class Checkpointer:
     self._pending: int | None = None
     with disk_errors(self.folder, "opening the checkpoint folder"):
       self.folder.mkdir(parents=True, exist_ok=True)
-      _set_torn_steps_aside(self.folder)
+      set_torn_steps_aside(self.folder)
       remove_leftovers(self.folder)
       self._manager = self._open()
 
@@ -232,17 +231,6 @@ def _checkpoint_root(folder: str | pathlib.Path) -> pathlib.Path:
 def _read_json(item: pathlib.Path) -> Any:
   with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
     return reader.restore(item, args=ocp.args.JsonRestore())
-
-
-def _set_torn_steps_aside(folder: pathlib.Path) -> None:
-  """Renames numbered folders without the mark (an interrupted copy), since their number may be saved yet."""
-  if jax.process_index() != 0:
-    return
-  for path in folder.iterdir():
-    if path.is_dir() and path.name.isdecimal() and not (path / COMMIT_FILE).is_file():
-      aside = path.with_suffix(".torn")
-      shutil.rmtree(aside, ignore_errors=True)
-      path.rename(aside)
 
 
 def _pick_step(folder: pathlib.Path, step: int | None) -> int:

@@ -60,6 +60,17 @@ def complete_steps(folder: pathlib.Path) -> list[int]:
   return sorted(int(p.name) for p in steps)
 
 
+def set_torn_steps_aside(folder: pathlib.Path) -> None:
+  """Renames numbered folders without the mark (an interrupted copy), since their number may be saved yet."""
+  if jax.process_index() != 0:
+    return
+  for path in folder.iterdir():
+    if path.is_dir() and path.name.isdecimal() and not (path / COMMIT_FILE).is_file():
+      aside = path.with_suffix(".torn")
+      shutil.rmtree(aside, ignore_errors=True)
+      path.rename(aside)
+
+
 def remove_leftovers(folder: pathlib.Path) -> None:
   """Removes what unfinished saves left. Only for the run that writes there, while nothing is being saved."""
   if jax.process_index() == 0:

@@ -55,6 +55,26 @@ def _random_params(cfg, seed=0):
 
 
 @pytest.fixture
+def to_fp8():
+  """to_fp8(weight): (float8 values, block scales) of a matrix, and the float32 that they stand for."""
+  return _to_fp8
+
+
+def _to_fp8(weight):
+  rows, cols = weight.shape
+  values = np.empty(weight.shape, ml_dtypes.float8_e4m3fn)
+  scale = np.empty((-(-rows // 128), -(-cols // 128)), np.float32)
+  restored = np.empty_like(weight)
+  for i in range(scale.shape[0]):
+    for j in range(scale.shape[1]):
+      block = (slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128))
+      scale[i, j] = np.abs(weight[block]).max() / 448
+      values[block] = (weight[block] / scale[i, j]).astype(ml_dtypes.float8_e4m3fn)
+      restored[block] = values[block].astype(np.float32) * scale[i, j]
+  return values, scale, restored
+
+
+@pytest.fixture
 def assert_same_trees():
   def check(a, b):
     assert a.keys() == b.keys()

@@ -15,7 +15,6 @@ from glm5_jax import hf
 from glm5_jax.config import glm5_2_744b, glm5_744b, tiny
 from glm5_jax.errors import UserError
 from glm5_jax.hf import names, safetensors_file
-from glm5_jax.hf.load import dequantise
 
 BF16 = ml_dtypes.bfloat16
 FP8 = ml_dtypes.float8_e4m3fn
@@ -194,28 +193,7 @@ def test_tied_head(cfg, random_params, assert_same_trees, tmp_path):
   assert_same_trees(hf.load_params(tmp_path, cfg), params)
 
 
-def _to_fp8(weight):
-  """(float8 values, block scales) of a matrix, block by block, and the float32 they stand for."""
-  rows, cols = weight.shape
-  values = np.empty(weight.shape, FP8)
-  scale = np.empty((-(-rows // 128), -(-cols // 128)), np.float32)
-  restored = np.empty_like(weight)
-  for i in range(scale.shape[0]):
-    for j in range(scale.shape[1]):
-      block = (slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128))
-      scale[i, j] = np.abs(weight[block]).max() / 448
-      values[block] = (weight[block] / scale[i, j]).astype(FP8)
-      restored[block] = values[block].astype(np.float32) * scale[i, j]
-  return values, scale, restored
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (300, 129), (127, 500), (257, 256)])
-def test_fp8_blocks_need_not_divide_the_shape(shape):
-  values, scale, restored = _to_fp8(np.random.default_rng(0).standard_normal(shape, np.float32))
-  np.testing.assert_array_equal(dequantise(values, scale), restored)
-
-
-def test_fp8_checkpoint(random_params, assert_same_trees, tmp_path):
+def test_fp8_checkpoint(random_params, to_fp8, tmp_path):
   """Matrices in float8 except embedding, head, norms, router and the indexer's gate, as in the release."""
   cfg = tiny().replace(hidden_size=132, intermediate_size=300, num_hidden_layers=2)
   params = random_params(cfg)
@@ -226,7 +204,7 @@ def test_fp8_checkpoint(random_params, assert_same_trees, tmp_path):
     keep = array.ndim != 2 or any(part in name for part in ("embed", "lm_head", "mlp.gate.", "weights_proj"))
     stored = {name: array}
     if not keep:
-      values, scale, restored[name] = _to_fp8(array)
+      values, scale, restored[name] = to_fp8(array)
       stored = {name: values, name + "_scale_inv": scale}
     specs |= {key: (value.shape, value.dtype) for key, value in stored.items()}
     arrays += stored.values()
@@ -246,21 +224,6 @@ def test_fp8_checkpoint(random_params, assert_same_trees, tmp_path):
   safetensors_file.write(tmp_path / "model.safetensors", specs, arrays)
   with pytest.raises(UserError, match=r"_scale_inv is missing, needs \["):
     hf.load_params(tmp_path, cfg)
-
-
-def test_iter_params_gives_every_part_once(cfg, random_params, tmp_path):
-  cfg = cfg.replace(param_dtype="bfloat16")
-  params = random_params(cfg)
-  hf.save_params(params, cfg, tmp_path, max_shard_bytes=20_000)
-  filled = {path: np.zeros(shape, np.int64) for path, (shape, _) in names.param_specs(cfg).items()}
-  for piece in hf.iter_params(tmp_path, cfg):
-    filled[piece.path][piece.index] += 1
-    node = params
-    for key in piece.path:
-      node = node[key]
-    assert piece.value.dtype == node.dtype
-    np.testing.assert_array_equal(piece.value, node[piece.index])
-  assert all((count == 1).all() for count in filled.values())
 
 
 def test_memory_stays_near_target_plus_largest_tensor(random_params, tmp_path):
