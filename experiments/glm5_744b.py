@@ -33,7 +33,7 @@ def get_config(version: str = "5") -> RunConfig:
   return RunConfig(
     name=f"glm{version}_744b",
     model=MODELS[version]().replace(remat="full"),
-    data=DataConfig(seq_len=SEQ_LEN, packing="truncate"),
+    data=DataConfig(seq_len=SEQ_LEN, packing="truncate", shards=ROW_MULTIPLE),
     optim=OptimConfig(name="muon_split", peak_lr=2e-4, final_lr=4e-5, schedule="cosine", warmup_steps=2000),
     train=TrainConfig(
       steps=steps,

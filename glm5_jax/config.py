@@ -150,9 +150,13 @@ class DataConfig:
   folder: str = ""  # written by launch.prepare: tokenizer.model, train/*.array_record, heldout/*, meta.json
   seq_len: int = 512
   packing: str = "truncate"  # "truncate": cut at row ends (pre-training); "best_fit": whole documents
-  pack_bins: int = 64  # open rows that best_fit chooses between
+  pack_bins: int = 64  # open rows that best_fit chooses between, in each shard
   shuffle: bool = True  # documents, every epoch in another order; then rows
   shuffle_window: int = 512  # rows mixed after packing: a long document fills many in a row; 1 leaves them
+  # Streams that documents are dealt into; each gives an equal run of every batch's rows. Batches depend on
+  # it, not on how many processes read. With 1 any batch size will do, and each of several processes packs
+  # all rows to keep its own; a multiple of the processes spares them that.
+  shards: int = 1
   seed: int = 0
   prefetch: int = 4  # batches made ahead, in threads
 

@@ -70,6 +70,7 @@ _BOUNDS: Mapping[str, tuple[float | None, float | None]] = {
   "data.seq_len": (2, None),
   "data.pack_bins": (1, None),
   "data.shuffle_window": (1, None),
+  "data.shards": (1, None),
   "data.seed": (0, None),
   "data.prefetch": (0, None),
   "optim.final_lr": (0, None),
@@ -268,7 +269,11 @@ def _check_batches(run: RunConfig) -> None:
   accum = run.train.grad_accum
   if run.train.batch_size % accum:
     _fail("train.grad_accum", accum, f"a divisor of batch_size={run.train.batch_size}")
-  for rows, _ in parse_batch_warmup(run.train.batch_warmup):
+  warmup = [rows for rows, _ in parse_batch_warmup(run.train.batch_warmup)]
+  for rows in (run.train.batch_size, *warmup):
+    if rows % run.data.shards:
+      _fail("data.shards", run.data.shards, f"a divisor of the {rows} rows of a batch")
+  for rows in warmup:
     if rows % accum:
       _fail("train.batch_warmup", run.train.batch_warmup, f"in multiples of grad_accum={accum} rows")
 

@@ -134,6 +134,8 @@ BAD_INPUTS = [
   ({"train.steps": 0}, "train.steps=0", "at least 1"),
   ({"train.batch_size": 0}, "train.batch_size=0", "at least 1"),
   ({"train.grad_accum": 3}, "train.grad_accum=3", "a divisor of batch_size=8"),
+  ({"data.shards": 3}, "data.shards=3", "a divisor of the 8 rows of a batch"),
+  ({"data.shards": 4, "train.batch_warmup": "6:10"}, "data.shards=4", "a divisor of the 6 rows of a batch"),
   ({"train.batch_warmup": "16"}, "train.batch_warmup='16'", "16:500,32:1000"),
   ({"train.batch_warmup": "4:x"}, "train.batch_warmup='4:x'", "16:500,32:1000"),
   ({"train.batch_warmup": "0:10"}, "train.batch_warmup='0:10'", "16:500,32:1000"),

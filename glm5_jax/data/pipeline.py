@@ -1,7 +1,12 @@
-"""Batches of a prepared data folder: endless and resumable for training, finite for evaluation."""
+"""Batches of a prepared data folder: endless and resumable for training, finite for evaluation.
+
+The training stream is dealt into `data.shards` shards, each a stream of rows of its own. A batch of B rows
+takes the next B / shards rows of every shard: row i comes from shard i · shards // B. So a batch is the same
+whoever makes it, and a reader that needs some of its rows reads only the shards behind them.
+"""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -12,54 +17,58 @@ from glm5_jax.data.packing import pack
 from glm5_jax.data.records import Meta, decode_record, read_meta, record_source
 from glm5_jax.errors import UserError
 
-STATE_FORMAT = 1
-
-# Few documents are read ahead: one may have a million tokens.
-_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+STATE_FORMAT = 2  # 1 dealt documents out to processes and stood for one of them
 
 
 class TrainIterator:
   """Endless batches; every epoch in another order. Made by `make_train_iterator`.
 
   `get_state` is a small JSON-able dictionary: the place after the last batch that was returned, whatever
-  has been made ahead. After `set_state` the batches are those of an uninterrupted run. The number of rows
-  may change from batch to batch, and between runs.
+  has been made ahead, of every shard that this reader reads; `merge_states` joins those of all readers.
+  After `set_state` the batches are those of an uninterrupted run, for any number of readers. The number of
+  rows may change from batch to batch, and between runs.
   """
 
-  def __init__(self, cfg: DataConfig, batch_size: int, process_index: int = 0, process_count: int = 1):
-    if not 0 <= process_index < process_count:
-      raise UserError(f"process_index {process_index} must be between 0 and {process_count - 1}")
-    self._meta = read_meta(cfg.folder)
-    self._process_count = process_count
-    self._batch_size = batch_size
+  def __init__(self, cfg: DataConfig, batch_size: int, part: int | Sequence[int] = 0, parts: int = 1):
+    self._mine = _checked_parts(part, parts)
+    self._parts, self._shards, self._batch_size = parts, cfg.shards, batch_size
+    self._check_rows(batch_size)
+    meta = read_meta(cfg.folder)
     self._settings = {
-      "data": self._meta.fingerprint,
+      "data": meta.fingerprint,
       "seq_len": cfg.seq_len,
       "packing": cfg.packing,
       "pack_bins": cfg.pack_bins if cfg.packing == "best_fit" else 0,
       "shuffle": cfg.shuffle,
       "shuffle_window": cfg.shuffle_window if cfg.shuffle else 1,
       "seed": cfg.seed,
-      "process_index": process_index,
-      "process_count": process_count,
+      "shards": cfg.shards,
     }
-    documents = train_documents(cfg, self._meta, process_index, process_count)
-    rows = pack(documents, cfg.packing, cfg.seq_len, cfg.pack_bins, cfg.seed, cfg.shuffle)
-    if cfg.shuffle and cfg.shuffle_window > 1:
-      rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=cfg.shuffle_window, seed=cfg.seed)
-    ahead = cfg.prefetch * self._local(batch_size)
-    self._rows = iter(grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=ahead))
+    self._read = _shards_behind(self._mine, parts, cfg.shards)
+    self._rows_taken = 0  # of each shard
+    # A round has one row of each shard that is read, so what is made ahead does not depend on batch sizes.
+    rounds = grain.experimental.ZipIterDataset(_row_streams(cfg, meta, self._read))
+    ahead = cfg.prefetch * (batch_size // cfg.shards)
+    self._rounds = iter(grain.experimental.ThreadPrefetchIterDataset(rounds, prefetch_buffer_size=ahead))
 
-  def _local(self, rows: int) -> int:
-    if rows < 1 or rows % self._process_count:
-      raise UserError(
-        f"train.batch_size {rows} must be a positive multiple of the {self._process_count} processes"
-      )
-    return rows // self._process_count
+  def _check_rows(self, rows: int) -> None:
+    if self._shards < 1:
+      raise UserError(f"data.shards {self._shards} must be at least 1")
+    if rows < 1 or rows % self._parts:
+      raise UserError(f"train.batch_size {rows} must be a positive multiple of the {self._parts} readers")
+    if rows % self._shards:
+      raise UserError(f"train.batch_size {rows} must be a multiple of data.shards {self._shards}")
 
   def next_batch(self, batch_size: int = 0) -> Batch:
-    """This process's share of the next `batch_size` rows (over all processes; 0: the usual number)."""
-    return stack_rows([next(self._rows) for _ in range(self._local(batch_size or self._batch_size))])
+    """This reader's rows of the next `batch_size` (over all readers; 0: the usual number), in their order."""
+    total = batch_size or self._batch_size
+    self._check_rows(total)
+    share = total // self._shards
+    rounds = [next(self._rounds) for _ in range(share)]
+    self._rows_taken += share
+    place = {shard: k for k, shard in enumerate(self._read)}
+    mine = _rows_of(self._mine, self._parts, total)
+    return stack_rows([rounds[i % share][place[i // share]] for i in mine])
 
   def __iter__(self) -> Iterator[Batch]:
     return self
@@ -68,92 +77,180 @@ class TrainIterator:
     return self.next_batch()
 
   def get_state(self) -> dict[str, Any]:
-    return {"format": STATE_FORMAT, "settings": self._settings, "position": self._rows.get_state()}
+    places = self._rounds.get_state()["parents"]
+    return {
+      "format": STATE_FORMAT,
+      "settings": self._settings,
+      "rows_taken": self._rows_taken,
+      "positions": {str(shard): place for shard, place in zip(self._read, places, strict=True)},
+    }
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues where `get_state` was called, in this run or another.
+    """Continues where `get_state` was called, in this run or another, by any number of readers.
 
     Raises:
-      UserError: the state was saved with other data, settings or number of processes.
+      UserError: the state was saved with other data or settings, or lacks a shard that is read here.
     """
-    if state.get("format") != STATE_FORMAT:
-      raise UserError(f"data position has format {state.get('format')}, this program reads {STATE_FORMAT}")
+    _check_format(state)
     for name, now in self._settings.items():
       saved = state["settings"][name]
       if saved == now:
         continue
-      if name in ("process_index", "process_count"):
-        what, advice = name, f"resume with {state['settings']['process_count']} processes"
-      elif name == "data":
+      if name == "data":
         what, advice = "content of data.folder", "resume with the folder as it was"
       else:
         what, advice = f"data.{name}", f"set it back to {saved}"
       raise UserError(
         f"{what} was {saved} when the data position was saved and is {now}; {advice} or begin another run"
       )
-    self._rows.set_state(_with_tuples(state["position"]))
+    positions = state["positions"]
+    missing = [shard for shard in self._read if str(shard) not in positions]
+    if missing:
+      raise UserError(_lacks(missing, self._shards))
+    self._rounds.set_state({"parents": [_with_tuples(positions[str(shard)]) for shard in self._read]})
+    self._rows_taken = state["rows_taken"]
 
   def close(self) -> None:
     """Stops the threads that read ahead; the iterator is of no use afterwards."""
-    self._rows.close()
-    del self._rows  # grain's own clean-up fails when it comes as late as the interpreter's end
+    self._rounds.close()
+    del self._rounds  # grain's own clean-up fails when it comes as late as the interpreter's end
 
 
 def make_train_iterator(
-  cfg: DataConfig, batch_size: int, process_index: int = 0, process_count: int = 1
+  cfg: DataConfig, batch_size: int, part: int | Sequence[int] = 0, parts: int = 1
 ) -> TrainIterator:
-  """Batches of cfg.folder's training documents, [batch_size / process_count, seq_len] each.
+  """Batches of cfg.folder's training documents, [batch_size · len(part) / parts, seq_len] each.
 
   Args:
-    batch_size: rows over all processes; only decides the default of `next_batch` and how many rows are
+    batch_size: rows over all readers; only decides the default of `next_batch` and how many rows are
       made ahead.
-    process_index, process_count: the documents of an epoch are dealt out to the processes, each to one.
+    part, parts: every batch is cut into `parts` equal runs of rows, of which this reader makes number
+      `part`, or several, in the order given. A reader also makes, and drops, the other rows of its shards:
+      with data.shards a multiple of the parts there are none.
 
   Raises:
-    UserError: no finished data folder, an impossible setting, or fewer documents than processes.
+    UserError: no finished data folder, an impossible setting, fewer documents than shards, or a batch that
+      does not divide over shards and parts.
   """
-  return TrainIterator(cfg, batch_size, process_index, process_count)
+  return TrainIterator(cfg, batch_size, part, parts)
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """One state with the positions of all shards, from the states of all readers after the same batch.
+
+  Raises:
+    UserError: states of different runs or batches, or a shard that none of them has.
+  """
+  first = states[0]
+  positions: dict[str, Any] = {}
+  for state in states:
+    _check_format(state)
+    for name in ("settings", "rows_taken"):
+      if state[name] != first[name]:
+        raise UserError(
+          f"readers disagree on where the data stands: {name} {first[name]} of one, {state[name]} of another"
+        )
+    positions |= state["positions"]
+  shards = range(first["settings"]["shards"])
+  missing = [shard for shard in shards if str(shard) not in positions]
+  if missing:
+    raise UserError(_lacks(missing, len(shards)))
+  return {**first, "positions": {str(shard): positions[str(shard)] for shard in shards}}
 
 
 def heldout_batches(
-  cfg: DataConfig, batch_size: int, rows: int = 0, process_index: int = 0, process_count: int = 1
+  cfg: DataConfig, batch_size: int, rows: int = 0, part: int | Sequence[int] = 0, parts: int = 1
 ) -> Iterator[Batch]:
   """The held-out documents once, in stored order, the same on every call.
 
-  Every process packs all rows and takes its part of each batch. The last batch is filled up with padding
-  rows (segment 0, weight 0), so that all have the shape [batch_size / process_count, seq_len].
+  Every reader packs all rows and takes its part of each batch. The last batch is filled up with padding
+  rows (segment 0, weight 0), so that all have the shape [batch_size · len(part) / parts, seq_len].
 
   Args:
     rows: how many rows over all batches; 0 takes all there are.
+    part, parts: as for `make_train_iterator`.
   """
-  if batch_size < 1 or batch_size % process_count:
-    raise UserError(
-      f"evaluation batch_size {batch_size} must be a positive multiple of {process_count} processes"
-    )
+  mine = _checked_parts(part, parts)
+  if batch_size < 1 or batch_size % parts:
+    raise UserError(f"evaluation batch_size {batch_size} must be a positive multiple of the {parts} readers")
   source = record_source(cfg.folder, read_meta(cfg.folder), "heldout")
-  documents = grain.MapDataset.source(source).map(_tokens).to_iter_dataset(_READ)
+  documents = grain.MapDataset.source(source).map(_tokens).to_iter_dataset(_read_options(1))
   packed = pack(documents, cfg.packing, cfg.seq_len, cfg.pack_bins, cfg.seed, shuffle=False)
-  return _split_batches(itertools.islice(packed, rows or None), batch_size, process_index, process_count)
+  return _split_batches(itertools.islice(packed, rows or None), batch_size, _rows_of(mine, parts, batch_size))
 
 
-def _split_batches(rows, batch_size: int, process_index: int, process_count: int) -> Iterator[Batch]:
-  local = batch_size // process_count
-  mine = slice(process_index * local, (process_index + 1) * local)
+def _split_batches(rows, batch_size: int, mine: list[int]) -> Iterator[Batch]:
   while chunk := list(itertools.islice(rows, batch_size)):
     whole = stack_rows(chunk, size=batch_size)
     yield Batch(**{name: array[mine] for name, array in vars(whole).items()})
 
 
-def train_documents(cfg: DataConfig, meta: Meta, process_index: int, process_count: int) -> grain.IterDataset:
-  """The endless {"tokens": int32 [n]} of one process, whole documents; every epoch in another order."""
+def train_documents(cfg: DataConfig, meta: Meta, shards: Sequence[int]) -> list[grain.IterDataset]:
+  """The endless {"tokens": int32 [n]} of each shard named, whole documents; every epoch in another order.
+
+  In every epoch each document belongs to one shard, not the same one every time.
+  """
   source = record_source(cfg.folder, meta, "train")
-  if len(source) < process_count:
-    raise UserError(f"data folder {cfg.folder} has {len(source)} documents for {process_count} processes")
+  if len(source) < cfg.shards:
+    raise UserError(
+      f"data.shards {cfg.shards} must be at most the {len(source)} documents of data folder {cfg.folder}"
+    )
   documents = grain.MapDataset.source(source).seed(cfg.seed)
   if cfg.shuffle:
     documents = documents.shuffle()
-  mine = documents[process_index::process_count]
-  return mine.map(_tokens).repeat().to_iter_dataset(_READ)
+  read = _read_options(len(shards))
+  return [documents[i :: cfg.shards].map(_tokens).repeat().to_iter_dataset(read) for i in shards]
+
+
+def _row_streams(cfg: DataConfig, meta: Meta, shards: Sequence[int]) -> list[grain.IterDataset]:
+  """The endless rows of each shard named."""
+  window = max(1, cfg.shuffle_window // cfg.shards) if cfg.shuffle else 1
+  streams = []
+  for shard, documents in zip(shards, train_documents(cfg, meta, shards), strict=True):
+    seed = cfg.seed + shard
+    rows = pack(documents, cfg.packing, cfg.seq_len, cfg.pack_bins, seed, cfg.shuffle)
+    if window > 1:
+      rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=window, seed=seed)
+    streams.append(rows)
+  return streams
+
+
+def _read_options(streams: int) -> grain.ReadOptions:
+  """Few documents are read ahead, over all of a reader's streams: one may have a million tokens."""
+  return grain.ReadOptions(num_threads=max(1, 2 // streams), prefetch_buffer_size=max(1, 8 // streams))
+
+
+def _checked_parts(part: int | Sequence[int], parts: int) -> list[int]:
+  mine = [part] if isinstance(part, int) else list(part)
+  if not mine or not all(0 <= p < parts for p in mine):
+    raise UserError(f"part {part} of a batch must be between 0 and {parts - 1}")
+  return mine
+
+
+def _rows_of(mine: Sequence[int], parts: int, rows: int) -> list[int]:
+  """Numbers of the rows that lie in the parts `mine` of a batch."""
+  size = rows // parts
+  return [i for part in mine for i in range(part * size, (part + 1) * size)]
+
+
+def _shards_behind(mine: Sequence[int], parts: int, shards: int) -> list[int]:
+  """Shards that the rows of these parts come from, for every batch that divides over both."""
+  return sorted({i for p in mine for i in range(p * shards // parts, -(-(p + 1) * shards // parts))})
+
+
+def _check_format(state: dict[str, Any]) -> None:
+  if state.get("format") != STATE_FORMAT:
+    raise UserError(
+      f"data position has format {state.get('format')}, this program reads {STATE_FORMAT}; "
+      "resume with the version that saved it or begin another run"
+    )
+
+
+def _lacks(missing: Sequence[int], shards: int) -> str:
+  return (
+    f"data position lacks {len(missing)} of {shards} shards ({', '.join(map(str, missing[:8]))}); "
+    "it must be merged from those of all processes"
+  )
 
 
 def _tokens(data: bytes) -> dict[str, Any]:

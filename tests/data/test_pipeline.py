@@ -8,7 +8,7 @@ import pytest
 from glm5_jax.config import DataConfig
 from glm5_jax.data.batch import FIELDS, target_bytes
 from glm5_jax.data.packing import PACKINGS
-from glm5_jax.data.pipeline import heldout_batches, make_train_iterator, train_documents
+from glm5_jax.data.pipeline import heldout_batches, make_train_iterator, merge_states, train_documents
 from glm5_jax.data.records import load_data_tokenizer, load_token_bytes, read_meta, read_records
 from glm5_jax.errors import UserError
 
@@ -106,11 +106,12 @@ def test_seed_changes_the_order_and_equal_seeds_do_not(cfg, train):
   assert (first.tokens != other.tokens).any()
 
 
-def epochs_of(cfg, count, process_index=0, process_count=1):
-  """Lists of the documents of the first `count` epochs of one process."""
-  documents = iter(train_documents(cfg, read_meta(cfg.folder), process_index, process_count))
-  total = read_meta(cfg.folder).train.documents
-  length = len(range(process_index, total, process_count))
+def epochs_of(cfg, count, shard=0):
+  """Lists of the documents of the first `count` epochs of one shard."""
+  meta = read_meta(cfg.folder)
+  [stream] = train_documents(cfg, meta, [shard])
+  documents = iter(stream)
+  length = len(range(shard, meta.train.documents, cfg.shards))
   return [[tuple(next(documents)["tokens"].tolist()) for _ in range(length)] for _ in range(count)]
 
 
@@ -123,9 +124,9 @@ def test_each_epoch_has_every_document_once_in_another_order(cfg):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_processes_read_disjoint_documents_that_cover_all_in_every_epoch(cfg, count):
+def test_shards_have_disjoint_documents_that_cover_all_in_every_epoch(cfg, count):
   stored = [tuple(record.tokens.tolist()) for record in read_records(cfg.folder, "train")]
-  parts = [epochs_of(cfg, 2, index, count) for index in range(count)]
+  parts = [epochs_of(dataclasses.replace(cfg, shards=count), 2, shard) for shard in range(count)]
   for epoch in range(2):
     assert sorted(document for part in parts for document in part[epoch]) == sorted(stored)
 
@@ -153,10 +154,106 @@ def test_without_shuffle_documents_come_in_stored_order(data_folder, train):
   assert tokens[:n].tolist() == first[:n].tolist()
 
 
-def test_each_process_makes_its_share_of_the_batch(cfg, train):
-  shares = [train(cfg, 6, index, 2).next_batch() for index in range(2)]
-  assert {share.shape for share in shares} == {(3, 24)}
-  assert (shares[0].tokens != shares[1].tokens).any()
+ROWS = (4, 12, 8, 4)  # of successive batches; each divides over shards and readers
+
+
+def readers(train, cfg, count):
+  return [train(cfg, 12, index, count) for index in range(count)]
+
+
+def global_batch(readers, rows):
+  """What the readers' rows make together, in order."""
+  shares = [reader.next_batch(rows) for reader in readers]
+  assert {share.shape for share in shares} == {(rows // len(readers), shares[0].shape[1])}
+  return {name: np.concatenate([getattr(share, name) for share in shares]) for name in FIELDS}
+
+
+def assert_same_batches(ours, theirs, sizes):
+  for rows in sizes:
+    left, right = global_batch(ours, rows), global_batch(theirs, rows)
+    for name in FIELDS:
+      np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("count", [2, 4])
+def test_batches_do_not_depend_on_the_number_of_readers(cfg, train, shards, count):
+  """Fewer shards than readers, as many, and more; rows a batch change from step to step."""
+  cfg = dataclasses.replace(cfg, shards=shards)
+  assert_same_batches(readers(train, cfg, 1), readers(train, cfg, count), ROWS)
+
+
+def test_readers_need_not_divide_the_shards(cfg, train):
+  cfg = dataclasses.replace(cfg, shards=4)
+  assert_same_batches(readers(train, cfg, 1), readers(train, cfg, 3), (12, 24, 12))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_resume_by_another_number_of_readers_continues_the_same_batches(cfg, train, shards, before, after):
+  """Handed to and fro before the first batch and after each: bit-equal to a run that never stops."""
+  cfg = dataclasses.replace(cfg, shards=shards)
+  whole, running, waiting = readers(train, cfg, 1), readers(train, cfg, before), readers(train, cfg, after)
+  for rows in ROWS:
+    state = merge_states(json.loads(json.dumps([reader.get_state() for reader in running])))
+    assert list(state["positions"]) == [str(shard) for shard in range(shards)]
+    running, waiting = waiting, running
+    for reader in running:
+      reader.set_state(json.loads(json.dumps(state)))
+    assert_same_batches(whole, running, [rows])
+
+
+def test_merged_state_does_not_depend_on_the_number_of_readers(cfg, train):
+  cfg = dataclasses.replace(cfg, shards=4)
+  states = []
+  for count in (1, 2, 4):
+    group = readers(train, cfg, count)
+    for rows in ROWS:
+      global_batch(group, rows)
+    states.append(json.dumps(merge_states([reader.get_state() for reader in group])))
+  assert len(set(states)) == 1
+
+
+def test_reader_of_several_parts_makes_their_rows_in_order(cfg, train):
+  """On a pod the rows of one process need not lie together."""
+  cfg = dataclasses.replace(cfg, shards=4)
+  whole = train(cfg, 8).next_batch()
+  some = train(cfg, 8, (1, 6), 8).next_batch()
+  for name in FIELDS:
+    np.testing.assert_array_equal(getattr(some, name), getattr(whole, name)[[1, 6]])
+  held = next(iter(heldout_batches(cfg, 8)))
+  np.testing.assert_array_equal(next(iter(heldout_batches(cfg, 8, 0, (0, 5), 8))).tokens, held.tokens[[0, 5]])
+
+
+def test_reader_reads_only_the_shards_of_its_rows(cfg, train):
+  cfg = dataclasses.replace(cfg, shards=4)
+  held = [sorted(reader.get_state()["positions"]) for reader in readers(train, cfg, 2)]
+  assert held == [["0", "1"], ["2", "3"]]
+
+
+def test_shards_give_different_rows(cfg, train):
+  tokens = train(dataclasses.replace(cfg, shards=4), 4).next_batch().tokens
+  assert len({tuple(row) for row in tokens.tolist()}) == 4
+
+
+def test_state_of_some_readers_alone_is_refused(cfg, train):
+  cfg = dataclasses.replace(cfg, shards=4)
+  first, second = (reader.get_state() for reader in readers(train, cfg, 2))
+  with pytest.raises(UserError, match=r"lacks 2 of 4 shards \(2, 3\).* merged"):
+    merge_states([first])
+  with pytest.raises(UserError, match=r"lacks 2 of 4 shards \(0, 1\)"):
+    train(cfg, 8).set_state(second)
+
+
+def test_states_after_different_batches_are_not_merged(cfg, train):
+  cfg = dataclasses.replace(cfg, shards=2)
+  first, second = readers(train, cfg, 2)
+  first.next_batch()
+  with pytest.raises(UserError, match="disagree on where the data stands: rows_taken 6 of one, 0 of another"):
+    merge_states([first.get_state(), second.get_state()])
+  other = train(dataclasses.replace(cfg, seed=4), 8, 1, 2)
+  with pytest.raises(UserError, match="disagree on where the data stands: settings"):
+    merge_states([second.get_state(), other.get_state()])
 
 
 @pytest.mark.parametrize(
@@ -165,6 +262,7 @@ def test_each_process_makes_its_share_of_the_batch(cfg, train):
     ({"seq_len": 25}, r"data.seq_len was 24 .* is 25; set it back to 24"),
     ({"seed": 9}, r"data.seed was 3"),
     ({"shuffle": False}, r"data.shuffle was True"),
+    ({"shards": 2}, r"data.shards was 1 .* is 2; set it back to 1"),
   ],
 )
 def test_resume_with_changed_settings_names_the_field(cfg, train, change, message):
@@ -173,24 +271,27 @@ def test_resume_with_changed_settings_names_the_field(cfg, train, change, messag
     train(dataclasses.replace(cfg, **change), 4).set_state(state)
 
 
-def test_resume_with_another_process_count_is_refused(cfg, train):
-  state = train(cfg, 4, 0, 2).get_state()
-  with pytest.raises(UserError, match=r"process_count was 2 .* is 1; resume with 2 processes"):
-    train(cfg, 4).set_state(state)
-
-
 def test_state_of_another_format_is_refused(cfg, train):
   with pytest.raises(UserError, match="format None"):
     train(cfg, 4).set_state({})
+  with pytest.raises(
+    UserError, match="format 1, this program reads 2; resume with the version that saved it"
+  ):
+    train(cfg, 4).set_state({"format": 1, "settings": {}, "position": {}})
 
 
-def test_batch_that_does_not_divide_over_processes_is_refused(cfg, train):
-  with pytest.raises(UserError, match="batch_size 3 must be a positive multiple of the 2 processes"):
+def test_batch_that_does_not_divide_is_refused(cfg, train):
+  with pytest.raises(UserError, match="batch_size 3 must be a positive multiple of the 2 readers"):
     train(cfg, 3, 0, 2)
-  with pytest.raises(UserError, match="documents for 1000 processes"):
-    train(cfg, 1000, 0, 1000)
-  with pytest.raises(UserError, match="process_index 2 must be between 0 and 1"):
+  with pytest.raises(UserError, match="part 2 of a batch must be between 0 and 1"):
     train(cfg, 2, 2, 2)
+  sharded = dataclasses.replace(cfg, shards=4)
+  with pytest.raises(UserError, match="batch_size 6 must be a multiple of data"):
+    train(sharded, 6)
+  with pytest.raises(UserError, match="batch_size 10 must be a multiple of data"):
+    train(sharded, 8).next_batch(10)
+  with pytest.raises(UserError, match=r"shards 1000 must be at most the \d+ documents"):
+    train(dataclasses.replace(cfg, shards=1000), 1000)
 
 
 def test_heldout_is_finite_deterministic_and_complete(cfg):
