@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from glm5_jax.compiler.memory import Assignment, Buffer
 from glm5_jax.compiler.text import size
@@ -17,6 +17,7 @@ class Dims:
   """Sizes of the model by which buffers are recognised; 0 where unknown. `layers`: of each scanned stack."""
 
   vocab: int = 0
+  hidden: int = 0
   sequence: int = 0
   layers: tuple[int, ...] = ()
   tensor: int = 1  # shards of mesh.tensor, which divides the vocabulary
@@ -50,15 +51,13 @@ class Explanation:
 
   def table(self) -> str:
     """Several lines for a terminal."""
-    factor = self.needed / self.available
+    over, factor = self.needed - self.available, self.needed / self.available
+    large = [buffer for buffer in self.buffers[:LISTED] if buffer.bytes * 1000 > self.needed]
     lines = [
       f"{self.topology}: the program needs {size(self.needed)} a device and {size(self.available)} are there "
-      f"({size(self.needed - self.available)} too much, {factor:.2f} times the memory).",
+      f"({size(over)} too much, {factor:.2f} times the memory).",
       "Largest buffers at the fullest moment:",
-      *(
-        f"  {size(buffer.bytes):>12}  {describe(buffer, with_bytes=False)}"
-        for buffer in self.buffers[:LISTED]
-      ),
+      *(f"  {size(buffer.bytes):>12}  {describe(buffer, with_bytes=False)}" for buffer in large),
     ]
     if self.advice:
       lines.append("Settings that would help:")
@@ -122,7 +121,7 @@ def explain(
 
 def advise(buffers: Sequence[Buffer], dims: Dims) -> list[Advice]:
   """What would make these buffers smaller, by the rules of `_rule`; most bytes first."""
-  arguments = {(b.shape.dtype, b.shape.dims) for b in buffers if b.kind == "argument"}
+  arguments = {buffer.shape.dims for buffer in buffers if buffer.kind == "argument"}
   totals: dict[tuple[str, str], int] = {}
   for buffer in buffers:
     rule = _rule(buffer, dims, arguments)
@@ -141,12 +140,12 @@ _ROWS = ("train.grad_accum", "fewer rows at a time; or more chips along mesh.dat
 _EXPERT_WORDS = re.compile(r"expert|moe|dispatch|combine|ragged|all_to_all|gmm|grouped", re.I)
 
 
-def _rule(buffer: Buffer, dims: Dims, arguments: Iterable[tuple]) -> tuple[str, str]:
+def _rule(buffer: Buffer, dims: Dims, arguments: Collection[tuple[int, ...]]) -> tuple[str, str]:
   shape = buffer.shape.dims
-  vocabularies = {dims.vocab, dims.vocab // dims.tensor} - {0}
-  if buffer.kind == "argument" or (buffer.shape.dtype, shape) in arguments:
+  vocabulary = ({dims.vocab, dims.vocab // dims.tensor} - {0}) & set(shape)
+  if buffer.kind == "argument" or shape in arguments or (vocabulary and dims.hidden in shape):
     return _STATE
-  if vocabularies & set(shape) and max(shape, default=0) in vocabularies:
+  if vocabulary and len(shape) > 1:
     return _LOGITS
   if dims.sequence and sum(size == dims.sequence for size in shape) >= 2:
     return _SQUARE
