@@ -6,13 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from optax.transforms import MaskedNode
 
 from glm5_jax.config import ModelConfig, OptimConfig
 from glm5_jax.errors import UserError
+from glm5_jax.model import logical_axes
 from glm5_jax.optim import norms, schedules
 from glm5_jax.optim.muon_split import dimension_numbers, scale_by_muon_split
 from glm5_jax.optim.rules import ADAMW, ADAMW_NO_DECAY, FROZEN, MUON, path_name, rules
+from glm5_jax.parallel.rules import param_specs
 
 OPTIMIZERS = ("muon_split", "muon", "adamw")
 GROUPS = (MUON, ADAMW, ADAMW_NO_DECAY)
@@ -63,6 +66,7 @@ def make_optimizer(
   params: Any,
   total_steps: int,
   frozen: tuple[str, ...] = ("indexer",),
+  mesh: Mesh | None = None,
 ) -> Optimizer:
   """The optimiser of a run: clipping, then Muon Split, Muon or AdamW by group, decay, learning rate.
 
@@ -73,6 +77,7 @@ def make_optimizer(
     total_steps: length of the schedule where optim.decay_steps is 0.
     frozen: patterns as in `labels`: no update, no decay, no state. The router's selection bias always
       stands outside (train.step moves it).
+    mesh: of the devices that parameters, gradients and state are split over as `parallel.rules` says.
 
   Muon's matrices, embeddings, head and a trained indexer's matrices decay, p ← p (1 − lr · weight_decay);
   norms and biases do not. Moments and arithmetic are float32 whatever dtype the parameters have.
@@ -82,12 +87,19 @@ def make_optimizer(
   """
   groups = labels(params, model, optim.name, frozen)
   rate = schedules.make_schedule(optim, total_steps)
-  dims = jax.tree.map(
-    lambda group, dim: dim if group == MUON else MaskedNode(),
-    groups,
-    dimension_numbers(params, model, split=optim.name == "muon_split"),
+
+  def of_muon(tree):
+    return jax.tree.map(lambda group, entry: entry if group == MUON else MaskedNode(), groups, tree)
+
+  muon = scale_by_muon_split(
+    of_muon(dimension_numbers(params, model, split=optim.name == "muon_split")),
+    optim.momentum,
+    optim.ns_steps,
+    optim.ns_dtype,
+    optim.update_rms,
+    mesh,
+    None if mesh is None else of_muon(param_specs(logical_axes(model))),
   )
-  muon = scale_by_muon_split(dims, optim.momentum, optim.ns_steps, optim.ns_dtype, optim.update_rms)
   adam = optax.scale_by_adam(optim.b1, optim.b2, optim.eps)
   decay = optax.add_decayed_weights(optim.weight_decay)
   step = optax.scale_by_learning_rate(rate)
