@@ -180,6 +180,8 @@ def headline(report: Report) -> list[tuple[str, str]]:
     rows.append(("utilisation, estimate", f"{report.utilisation:.1%} without the time of collectives"))
   rows.append(("matrix products, a device", f"{si(report.cost.matmul_flops)} FLOP outside kernels"))
   rows.append(("collectives send", f"{size(report.wire_bytes)}, {seconds(report.wire_seconds)} or more"))
+  if report.cost.host_bytes:
+    rows.append(("copied from and to hosts", size(report.cost.host_bytes)))
   rows.append(("compiled in", f"{report.compile_seconds:.1f} s, traced in {report.lower_seconds:.1f} s"))
   rows.append(("memory of the compiler", size(report.peak_rss)))
   return rows

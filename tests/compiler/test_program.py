@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -170,6 +171,34 @@ def test_weights_in_host_memory_are_counted_there(slice_of_four):
   report = compile_program(jax.jit(body), (struct(mesh, (SIDE, SIDE)), weights), topology, mesh)
   assert report.memory.host == report.cost.host_bytes == SIDE * SIDE * 2
   assert "host memory" in report.table()
+
+
+@pytest.mark.slow
+def test_activations_that_go_to_the_host_and_back_are_counted(slice_of_four):
+  topology, mesh = slice_of_four
+  layers, rows, width = 4, 8192, 1024
+  policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["input"],
+    offload_src="device",
+    offload_dst="pinned_host",
+  )
+
+  def layer(x, w):
+    x = checkpoint_name(x, "input")
+    return jnp.tanh(jnp.tanh(x @ w) @ w.T), None
+
+  def gradient(x, ws):
+    def loss(ws):
+      return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, ws)[0].astype(jnp.float32).sum()
+
+    return jax.grad(loss)(ws)
+
+  args = (struct(mesh, (rows, width)), struct(mesh, (layers, width, width)))
+  report = compile_program(jax.jit(gradient), args, topology, mesh)
+  saved = layers * rows * width * 2
+  assert report.memory.host == saved
+  assert report.cost.host_bytes == 2 * saved
 
 
 def test_a_program_that_is_too_large_is_explained(slice_of_four):
