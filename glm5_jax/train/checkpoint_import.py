@@ -29,7 +29,7 @@ from glm5_jax.train.checkpoint_files import (
 from glm5_jax.train.checksum import part_checksum
 
 CHUNK_BYTES = 16 * 2**20  # before compression
-_IN_FLIGHT = 8  # chunks that are being compressed and written while the next one is read
+_IN_FLIGHT = 4  # chunks that are being compressed and written while the next one is read
 
 
 class Readable(Protocol):
