@@ -35,11 +35,12 @@ def chunked_cross_entropy(
 def token_log_probs(
   hidden_MD: jax.Array, head_DV: jax.Array, targets_M: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-  """(log p(target) [M] float32, target has the highest logit [M] bool), for evaluation."""
+  """(log p(target) [M] float32, argmax = target [M] bool), for evaluation."""
 
   def body(_, piece):
     logits = _logits(piece[0], head_DV)
-    return None, (_picked(logits, piece[1]) - jax.nn.logsumexp(logits, axis=-1), _hits(logits, piece[1]))
+    correct = jnp.argmax(logits, axis=-1) == piece[1]
+    return None, (_picked(logits, piece[1]) - jax.nn.logsumexp(logits, axis=-1), correct)
 
   M = hidden_MD.shape[0]
   pieces = _pieces(min(chunk, M), hidden_MD, targets_M)
@@ -56,7 +57,7 @@ def _picked(logits_MV, targets_M):
 
 
 def _hits(logits_MV, targets_M):
-  """Whether the target has the highest logit. A maximum, not an argmax: the log-sum-exp needs it anyway."""
+  """Whether no logit exceeds the target's: ties count, since the log-sum-exp has the maximum and no argmax."""
   return _picked(logits_MV, targets_M) == jnp.max(logits_MV, axis=-1)
 
 
