@@ -1,9 +1,11 @@
 """What every command shares: the experiment flag, one-line errors and exit codes.
 
-Exit codes: 0 done, 2 something the user can put right (one line on stderr), 130 interrupted, 1 a bug
-of ours (with its traceback).
+Exit codes: 0 done, 2 something the user can put right (one line on stderr), 3 another process of the run
+died (one line; the same command, started again in all of them, goes on), 130 interrupted, 1 a bug of ours
+(with its traceback).
 """
 
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -34,18 +36,68 @@ def run(main: Callable[[Sequence[str]], Any]) -> None:
   """Parses the flags, calls `main([program])` and exits with a code from the table above."""
   try:
     app.run(main, flags_parser=_parse_flags)
-  except UserError as error:
-    sys.exit(_report(str(error)))
-  except KeyboardInterrupt:
+  except (Exception, KeyboardInterrupt) as error:
+    code = _report_end(error)
+    if code is None:
+      raise
+    sys.exit(code)
+
+
+def _report_end(error: BaseException) -> int | None:
+  """The exit code of a command that ended by `error`, reported in one line; None for a bug of ours."""
+  if isinstance(error, UserError):
+    return _report(str(error), getattr(error, "exit_code", EXIT_USER_ERROR))
+  if isinstance(error, KeyboardInterrupt):
     print("interrupted", file=sys.stderr)
-    sys.exit(EXIT_INTERRUPTED)
-  except BrokenPipeError:
+    return EXIT_INTERRUPTED
+  if isinstance(error, BrokenPipeError):
     # Whoever read our output has seen enough. Nothing more may go there, not even at the end of Python.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-  except OSError as error:
-    if error.errno not in _MACHINE_ERRORS or not error.filename:
+    return 0
+  if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS and error.filename:
+    return _report(f"{error.filename}: {os.strerror(error.errno)}")
+  return None
+
+
+def distributed_flags() -> Callable[[], contextlib.AbstractContextManager[bool]]:
+  """Defines the flags by which several processes find each other.
+
+  Returns:
+    Called in `main` before jax is asked for anything, a context: the processes come together when it is
+    entered, which gives whether there are several, and part at its end. A process that fails inside ends
+    there, with its report and exit code, since it cannot wait for the others.
+  """
+  coordinator = flags.DEFINE_string(
+    "coordinator",
+    "",
+    "host:port of process 0, where the processes of a run meet; a pod's environment tells it",
+  )
+  processes = flags.DEFINE_integer(
+    "processes", 0, "how many processes run this command together; 0: as the environment says, 1: alone"
+  )
+  process_id = flags.DEFINE_integer("process_id", -1, "of this one, from 0; -1: as the environment says")
+  timeout = flags.DEFINE_integer("coordinator_timeout", 60, "seconds that the processes wait for each other")
+
+  @contextlib.contextmanager
+  def together() -> Iterator[bool]:
+    from glm5_jax.parallel import distributed  # jax starts only once the flags are known to be right
+
+    try:
+      yield distributed.start(coordinator.value, processes.value, process_id.value, timeout.value)
+    except (Exception, KeyboardInterrupt) as error:
+      if distributed.several():
+        distributed.leave(error, _report_or_trace)
       raise
-    sys.exit(_report(f"{error.filename}: {os.strerror(error.errno)}"))
+    distributed.finish()
+
+  return together
+
+
+def _report_or_trace(error: BaseException) -> int:
+  code = _report_end(error)
+  if code is None:
+    traceback.print_exception(error)
+  return 1 if code is None else code
 
 
 def config_flag() -> flags.FlagHolder:
@@ -74,9 +126,9 @@ def load_config(value: Any) -> RunConfig:
   return value
 
 
-def _report(message: str) -> int:
+def _report(message: str, code: int = EXIT_USER_ERROR) -> int:
   print("error:", " ".join(message.split()), file=sys.stderr)
-  return EXIT_USER_ERROR
+  return code
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
