@@ -7,8 +7,8 @@ weight is the same on every shard of `expert`) each group works on n/R of the ma
 to all, which is n/R in and n out instead of n and n. A matrix that is whole on its device does not travel.
 Nothing travels along `data`, which may cross a slow network: its replicas each do all the work.
 
-Where n is no multiple of S the batch is filled up with zeros, so weights that would waste much of their
-exchange share one with others whose matrices have the same shape and layout, transposed or not.
+Where n is no multiple of S the batch is filled up with zeros. To waste little, weights whose matrices have
+the same shape and layout, transposed or not, share an exchange.
 """
 
 import collections
@@ -25,7 +25,7 @@ from optax.contrib import MuonDimensionNumbers
 
 Sizes = Mapping[str, int]  # devices along each mesh axis
 
-ALONE = 1 / 8  # a weight travels alone when zeros add no more than this share: sharing costs a copy
+TOGETHER = 2**29  # entries on a device up to which weights share an exchange: all are in flight at once
 
 
 class Kind(NamedTuple):
@@ -102,16 +102,21 @@ def layout(
 
 
 def rounds(layouts: Sequence[Layout]) -> list[list[int]]:
-  """Which weights travel together, by their index."""
-  alone: list[list[int]] = []
-  shared = collections.defaultdict(list)
-  for index, one in enumerate(layouts):
-    zeros = -one.count % one.kind.shards
-    if zeros <= ALONE * one.count:
-      alone.append([index])
+  """Which weights share an exchange, by their index: those of a kind, while they are small together."""
+  bins: dict[Kind, list[list[int]]] = collections.defaultdict(list)
+
+  def entries(members: Sequence[int]) -> int:
+    return sum(math.prod(layouts[index].shape) for index in members)
+
+  for index in sorted(range(len(layouts)), key=lambda index: -math.prod(layouts[index].shape)):
+    kind = layouts[index].kind
+    open_bins = (members for members in bins[kind] if kind.axes and entries([*members, index]) <= TOGETHER)
+    found = next(open_bins, None)
+    if found is None:
+      bins[kind].append([index])
     else:
-      shared[one.kind].append(index)
-  return alone + list(shared.values())
+      found.append(index)
+  return [members for of_kind in bins.values() for members in of_kind]
 
 
 def shares(count: int, kind: Kind) -> tuple[int, int]:

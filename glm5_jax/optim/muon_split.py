@@ -111,9 +111,11 @@ def _newton_schulz(x: jax.Array, coefficients: jax.Array) -> jax.Array:
     polynomial = abc[1] * square + abc[2] * square @ square
     return abc[0] * x + polynomial @ x, None
 
-  at_a_time = max(1, CHUNK_BYTES // (x[0].size * x.dtype.itemsize))
-  if x.shape[0] <= at_a_time:
+  fitting = max(1, CHUNK_BYTES // (x[0].size * x.dtype.itemsize))
+  if x.shape[0] <= fitting:
     return jax.vmap(one)(x)
+  # A divisor leaves no rest, which would be compiled a second time.
+  at_a_time = next(n for n in range(fitting, 0, -1) if x.shape[0] % n == 0)
   return jax.lax.map(one, x, batch_size=at_a_time)
 
 

@@ -119,10 +119,19 @@ def test_weights_alike_up_to_transposition_share_an_exchange():
   gate = layout((3, 64, 96), MATRIX, PartitionSpec(None, "fsdp", None), sizes)
   down = layout((3, 96, 64), MATRIX, PartitionSpec(None, None, "fsdp"), sizes)
   other = layout((3, 64, 96), MATRIX, PartitionSpec(None, None, "fsdp"), sizes)
-  full = layout((16, 64, 96), MATRIX, PartitionSpec(None, "fsdp", None), sizes)
-  assert rounds([gate, other, full, down]) == [[2], [0, 3], [1]]
-  assert exchanged_bytes([gate, down], "float32") == exchanged_bytes([gate], "float32") == 2 * 64 * 96 * 4
-  assert exchanged_bytes([full], "bfloat16") == 2 * 2 * 64 * 96 * 2
+  whole = layout((3, 64, 96), MATRIX, PartitionSpec("fsdp", None, None), {"fsdp": 3})
+  assert sorted(rounds([gate, whole, other, down, whole])) == [[0, 3], [1], [2], [4]]
+  assert exchanged_bytes([gate, down, whole], "float32") == 2 * 64 * 96 * 4  # 6 matrices over 8 devices
+  assert exchanged_bytes([gate, other], "float32") == 2 * 2 * 64 * 96 * 4
+
+
+def test_large_weights_travel_alone_and_small_ones_join_them():
+  shapes = {"gate": (75, 256, 6144, 2048), "up": (75, 256, 6144, 2048), "mtp": (256, 6144, 2048)}
+  specs = {
+    name: PartitionSpec(*(None,) * (len(shape) - 3), "expert", "fsdp") for name, shape in shapes.items()
+  }
+  sizes = {"fsdp": 8, "expert": 64}
+  assert rounds([layout(shapes[name], MATRIX, specs[name], sizes) for name in shapes]) == [[0, 2], [1]]
 
 
 def test_groups_with_copies_divide_the_matrices():

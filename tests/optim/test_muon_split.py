@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from glm5_jax.config import OptimConfig, tiny
+from glm5_jax.optim import muon_split
 from glm5_jax.optim.groups import labels, make_optimizer
 from glm5_jax.optim.muon_split import dimension_numbers, scale_by_muon_split
 from glm5_jax.optim.rules import path_name
@@ -200,6 +201,16 @@ def test_bfloat16_weights_keep_float32_moments(abstract):
   dtypes = lambda s: [x.dtype for x in jax.tree.leaves(s)]  # noqa: E731
   assert dtypes(state) == dtypes(new_state)
   assert jnp.bfloat16 not in dtypes(state)
+
+
+def test_matrices_worked_on_in_chunks_are_the_same(monkeypatch, heads, random_tree):
+  """Two layers of four heads, two heads of q at a time."""
+  params, grads = random_tree(heads, 0), random_tree(heads, 1)
+  expected, _ = run(make_optimizer(config(), tiny(), params, 10), params, [grads])
+  monkeypatch.setattr(muon_split, "CHUNK_BYTES", 3 * 32 * 20 * 4)
+  found, _ = run(make_optimizer(config(), tiny(), params, 10), params, [grads])
+  for path in expected:
+    np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-8, err_msg=path)
 
 
 def test_labels_and_dimension_numbers_agree(abstract):
