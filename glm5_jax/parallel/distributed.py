@@ -6,19 +6,16 @@ that says what happened, and the exit code is LOST.
 """
 
 import contextlib
-import ctypes
 import itertools
 import json
 import math
 import os
 import re
-import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import jax
@@ -28,6 +25,7 @@ from jax._src import distributed as jax_distributed
 from jax.sharding import NamedSharding
 
 from glm5_jax.errors import UserError
+from glm5_jax.parallel.last_words import STDERR, on_abort_as_before, on_abort_say, say, stderr_kept
 
 HEARTBEAT_S = 30  # silence after which a process counts as dead
 LOST = 3  # exit code when another process died: a supervisor may start all of them again
@@ -37,7 +35,6 @@ _JAX_GRACE_S = 5  # jax waits that much longer than it is told
 _TELL_S = 5.0
 _POLL_S = 1.0  # between looks for bad news
 _FAILED = "glm5/failed"  # key under which a failing process says so
-_STDERR = 2
 
 
 class ProcessLost(UserError):
@@ -103,7 +100,7 @@ def start(
   seconds = max(1, round(deadline - time.monotonic()) - _JAX_GRACE_S)
   _connect(group, seconds, timeout_s, heartbeat_s)
   _group = group
-  _on_abort_say(_STDERR, lambda: _why_aborted(group), LOST)
+  on_abort_say(STDERR, lambda: _why_aborted(group), LOST)
   _stop_watch.clear()
   _watch = threading.Thread(target=_end_when_told, args=(group, _client()), daemon=True)
   _watch.start()
@@ -125,7 +122,7 @@ def finish() -> None:
     _stop_watch.set()
     _watch.join()  # inside jax's client it would not survive the end of Python
     jax.distributed.shutdown()
-    _on_abort_as_before()
+    on_abort_as_before()
 
 
 def leave(error: BaseException, report: Callable[[BaseException], int]) -> NoReturn:
@@ -138,7 +135,7 @@ def leave(error: BaseException, report: Callable[[BaseException], int]) -> NoRet
   assert _group is not None
   if isinstance(error, jax.errors.JaxRuntimeError) and re.search(_PARTNER_GONE, str(error)):
     what = f"lost another process in the middle of a step ({_first_line(error)})"
-    _say(_STDERR, f"{_group} ends: it {what}")
+    say(STDERR, f"{_group} ends: it {what}")
     code = LOST
   else:
     code = report(error)
@@ -166,10 +163,8 @@ def barrier(name: str, timeout_s: float = 300) -> None:
   try:
     _client().wait_at_barrier(f"glm5/{next(_counter)}/{name}", int(timeout_s * 1000))
   except jax.errors.JaxRuntimeError as error:
-    first = str(error).strip().splitlines()[0]
-    raise ProcessLost(
-      f"{name}: not all {_group.processes} processes came within {timeout_s} s ({first})"
-    ) from None
+    which = f"{name}: not all {_group.processes} processes came within {timeout_s} s"
+    raise ProcessLost(f"{which} ({_first_line(error)})") from None
 
 
 def gather_json(value: Any, timeout_s: float = 300) -> list[Any]:
@@ -238,7 +233,7 @@ def _end_when_told(group: _Group, client: Any) -> None:
       continue  # no news, or the coordinator is gone and jax aborts
     if what.startswith(f"process {group.process_id} "):
       return
-    _say(_STDERR, f"{group} ends: {what}")
+    say(STDERR, f"{group} ends: {what}")
     os._exit(LOST)
 
 
@@ -315,8 +310,8 @@ def _answers(address: str) -> bool:
 
 def _connect(group: _Group, seconds: int, timeout_s: int, heartbeat_s: int) -> None:
   """jax.distributed.initialize, whose abort on a time-out becomes one line that names the address."""
-  with _stderr_kept() as (kept, stderr):
-    _on_abort_say(stderr, lambda: _why_not_joined(group, timeout_s, kept), _UNREACHABLE)
+  with stderr_kept() as (kept, stderr):
+    on_abort_say(stderr, lambda: _why_not_joined(group, timeout_s, kept), _UNREACHABLE)
     try:
       jax.distributed.initialize(
         group.coordinator,
@@ -328,7 +323,7 @@ def _connect(group: _Group, seconds: int, timeout_s: int, heartbeat_s: int) -> N
         coordinator_bind_address=_bind_address(group.coordinator),
       )
     except (RuntimeError, OSError) as error:
-      _on_abort_as_before()
+      on_abort_as_before()
       raise UserError(
         f"{group} could not join at the coordinator {group.coordinator}: {_first_line(error)}"
       ) from None
@@ -353,52 +348,8 @@ def _check_agreement(group: _Group, timeout_s: int) -> None:
     )
 
 
-# The abort. jax offers a callback instead, which its binding cannot call (std::bad_cast).
-
-_ABORT_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_handler: Any = None  # what C calls must stay alive
-_previous_handler: int | None = None  # an address; None is the system's default
-
-
-def _on_abort_say(stderr: int, why: Callable[[], str], code: int) -> None:
-  """From now on SIGABRT writes one line to `stderr` and ends the process with `code`.
-
-  Python's own signal handlers run between instructions of the main thread, where an aborting process never
-  comes again. This one is called from C, in the thread that aborts.
-  """
-  global _handler, _previous_handler
-
-  def on_abort(_number: int) -> None:
-    try:
-      _say(stderr, why())
-    finally:
-      os._exit(code)
-
-  first, handler = _handler is None, _ABORT_HANDLER(on_abort)
-  previous = _set_abort_handler(ctypes.cast(handler, ctypes.c_void_p).value)
-  _handler = handler
-  if first:
-    _previous_handler = previous
-
-
-def _on_abort_as_before() -> None:
-  global _handler
-  _set_abort_handler(_previous_handler)
-  _handler = None
-
-
-def _set_abort_handler(address: int | None) -> int | None:
-  function = ctypes.CDLL(None).signal
-  function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-  return function(signal.SIGABRT, address)
-
-
 def _first_line(error: BaseException) -> str:
   return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _say(stderr: int, message: str) -> None:
-  os.write(stderr, f"error: {' '.join(message.split())}\n".encode())
 
 
 def _why_aborted(group: _Group) -> str:
@@ -413,20 +364,3 @@ def _why_not_joined(group: _Group, timeout_s: int, kept: BinaryIO) -> str:
   detail = f" ({status[1].split('Additional GRPC')[0].strip()})" if status else ""
   where = f"the coordinator {group.coordinator} within {timeout_s} s{detail}"
   return f"{group}: the processes did not meet at {where}; start all, each with its own --process_id"
-
-
-@contextlib.contextmanager
-def _stderr_kept() -> Iterator[tuple[BinaryIO, int]]:
-  """(a file that takes what is written to stderr, the real stderr). It follows there if all goes well."""
-  sys.stderr.flush()
-  stderr = os.dup(_STDERR)
-  with tempfile.TemporaryFile() as kept:
-    os.dup2(kept.fileno(), _STDERR)
-    try:
-      yield kept, stderr
-    finally:
-      sys.stderr.flush()
-      os.dup2(stderr, _STDERR)
-      os.close(stderr)
-    kept.seek(0)
-    os.write(_STDERR, kept.read())
