@@ -187,7 +187,7 @@ def _there_and_back(fn: Callable[[jax.Array], jax.Array], x: jax.Array, kind: Ki
   if groups > 1:
     x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(kind.copies) * mine, mine)
   # Piece s of what arrives is part s of my share; parts are numbered as the axes are listed, last fastest.
-  x = jax.lax.all_to_all(x, kind.axes, split_axis=0, concat_axis=0, tiled=True)
+  x = _all_to_all(x, kind.axes)
   x = x.reshape(down, across, share, r, c).transpose(2, 0, 3, 1, 4).reshape(share, down * r, across * c)
   x = fn(x)
   x = x.reshape(share, down, r, across, c).transpose(1, 3, 0, 2, 4).reshape(mine, r, c)
@@ -195,4 +195,11 @@ def _there_and_back(fn: Callable[[jax.Array], jax.Array], x: jax.Array, kind: Ki
   if groups > 1:
     x = jnp.tile(x, (groups, 1, 1))
     receivers = kind.copies + kind.axes
-  return jax.lax.all_to_all(x, receivers, split_axis=0, concat_axis=0, tiled=True)[:count]
+  return _all_to_all(x, receivers)[:count]
+
+
+def _all_to_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+  """Piece s of the first axis goes to device s of those along `axes`; their pieces come in this order."""
+  # The CPU compiler splits x into its pieces and then refuses them when it finds that x was put together
+  # of arrays that lie differently in memory. Behind the barrier it does not look.
+  return jax.lax.all_to_all(jax.lax.optimization_barrier(x), axes, split_axis=0, concat_axis=0, tiled=True)
