@@ -216,6 +216,8 @@ class MeshConfig:
   expert: int = 1
   context: int = 1
   tensor: int = 1
+  dcn_data: int = 1  # slices of a multi-slice pod along data, joined by the data-centre network
+  dcn_fsdp: int = 1  # and along fsdp
 
 
 @dataclasses.dataclass(unsafe_hash=True)

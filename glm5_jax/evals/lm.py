@@ -16,7 +16,7 @@ from glm5_jax.errors import UserError
 from glm5_jax.evals.context import EvalContext
 from glm5_jax.losses.cross_entropy import token_log_probs
 from glm5_jax.losses.pretrain import depth_targets
-from glm5_jax.model import forward
+from glm5_jax.model import forward, head_of
 
 _MAX_EXPONENT = 700.0  # math.exp overflows soon after
 
@@ -86,7 +86,7 @@ def _row_sums(
 ) -> jax.Array:
   """float32 [3, depths + 1, B]: loss, correct and weight of each row at each depth, 0 the next token."""
   out = forward(params, cfg, batch["tokens"], batch["positions"], batch["segment_ids"], mtp_depths=depths)
-  head_DV = params["embed"].T if cfg.tie_word_embeddings else params["head"]
+  head_DV = head_of(params, cfg)
 
   def of_depth(hidden_BTD: jax.Array, depth: int) -> jax.Array:
     targets_BT, weights_BT = depth_targets(batch, depth)

@@ -57,7 +57,7 @@ def _picked(logits_MV, targets_M):
 
 
 def _hits(logits_MV, targets_M):
-  """Whether no logit exceeds the target's: ties count, since the log-sum-exp has the maximum and no argmax."""
+  """Whether no logit exceeds the target's: ties count, as the log-sum-exp has a maximum and no argmax."""
   return _picked(logits_MV, targets_M) == jnp.max(logits_MV, axis=-1)
 
 

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.losses.cross_entropy import chunked_cross_entropy
-from glm5_jax.model import forward
+from glm5_jax.model import forward, head_of
+from glm5_jax.parallel import spmd
+from glm5_jax.parallel.mesh import ROW_AXES
 
 Batch = dict[str, jax.Array]  # the fields of data.batch.Batch, each [B, T]
 
@@ -43,14 +45,21 @@ def depth_targets(batch: Batch, depth: int) -> tuple[jax.Array, jax.Array]:
 
 
 def denominators(batch: Batch, mtp_depths: int) -> Denominators:
-  """Counted over `batch`, the whole one of a step. Arrays may have leading axes before [B, T]."""
+  """Counted over `batch`, the whole one of a step. Arrays may have leading axes before [B, T].
+
+  On a mesh `batch` is this shard's rows, and the counts are of all of them.
+  """
   flat = {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items()}
 
   def total(depth: int) -> jax.Array:
-    return jnp.maximum(jnp.sum(depth_targets(flat, depth)[1], dtype=jnp.float32), 1.0)
+    return _at_least_one(jnp.sum(depth_targets(flat, depth)[1], dtype=jnp.float32))
 
   rows = jnp.sum(jnp.any(flat["segment_ids"] != 0, axis=-1), dtype=jnp.float32)
-  return Denominators(total(0), tuple(total(k + 1) for k in range(mtp_depths)), jnp.maximum(rows, 1.0))
+  return Denominators(total(0), tuple(total(k + 1) for k in range(mtp_depths)), _at_least_one(rows))
+
+
+def _at_least_one(count: jax.Array) -> jax.Array:
+  return jnp.maximum(spmd.psum(count, ROW_AXES), 1.0)
 
 
 def pretrain_loss(
@@ -64,6 +73,9 @@ def pretrain_loss(
 ) -> tuple[jax.Array, dict[str, Any]]:
   """Loss of one micro-batch, CE + λ/3 · Σ_k CE_k + α · balance, and its parts.
 
+  On a mesh all of them, the loss included, are this shard's shares; their sums over all devices are
+  the values.
+
   Metrics: "loss", "lm_loss", "mtp_loss_k", "accuracy", "mtp_accuracy_k", "balance_loss" (unscaled) and
   "router_counts"; all are shares of the whole batch's value and add up over micro-batches.
   """
@@ -76,13 +88,14 @@ def pretrain_loss(
     batch["segment_ids"],
     mtp_depths=depths,
   )
-  head_DV = params["embed"].T if cfg.tie_word_embeddings else params["head"]
+  head_DV = head_of(params, cfg)
 
   def cross_entropy(hidden_BTD: jax.Array, depth: int, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    targets, weights = depth_targets(batch, depth)
-    sums = chunked_cross_entropy(
-      hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), head_DV, targets.reshape(-1), weights.reshape(-1), chunk
-    )
+    targets_BT, weights_BT = map(spmd.take_mine, depth_targets(batch, depth))
+    hidden_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    mine = map(spmd.my_share, (hidden_MD, targets_BT.reshape(-1), weights_BT.reshape(-1)))
+    hidden, targets, weights = mine
+    sums = chunked_cross_entropy(hidden, head_DV, targets, weights, chunk)
     return sums.loss / tokens, sums.correct / tokens
 
   metrics: dict[str, Any] = {"router_counts": out.aux["router_counts"]}

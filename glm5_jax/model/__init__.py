@@ -11,6 +11,7 @@ from glm5_jax.model.glm5 import Draft as Draft
 from glm5_jax.model.glm5 import ModelOutput as ModelOutput
 from glm5_jax.model.glm5 import draft as draft
 from glm5_jax.model.glm5 import forward as forward
+from glm5_jax.model.glm5 import head_of as head_of
 from glm5_jax.model.glm5 import init_cache as init_cache
 from glm5_jax.model.params import abstract_params as abstract_params
 from glm5_jax.model.params import count_params as count_params

@@ -12,6 +12,7 @@ from glm5_jax.model.layers import SwiGLU, rms_norm
 from glm5_jax.model.moe import MoE
 from glm5_jax.model.plan import BlockSpec
 from glm5_jax.model.weights import ones, weight
+from glm5_jax.parallel import spmd
 
 Aux = dict[str, jax.Array]
 
@@ -36,7 +37,7 @@ class Block(nn.Module):
     with jax.named_scope("attention"):
       attention = ATTENTION[spec.attention](cfg, spec.owns_indexer, name="attn")
       attended = attention(rms_norm(x_BTD, attn_norm_D, cfg.rms_norm_eps), ctx, selection, cache)
-      x_BTD = x_BTD + attended.out_BTD
+      x_BTD = x_BTD + spmd.psum(attended.out_BTD, ("tensor",))
     h_BTD = rms_norm(x_BTD, mlp_norm_D, cfg.rms_norm_eps)
     aux: Aux = {}
     with jax.named_scope("feed_forward"):
@@ -44,7 +45,7 @@ class Block(nn.Module):
         y_BTD, aux = MoE(cfg, name="moe")(h_BTD, ctx.segments_BT != 0)
       else:
         y_BTD = SwiGLU(cfg, cfg.intermediate_size, name="mlp")(h_BTD)
-    x_BTD = x_BTD + y_BTD
+    x_BTD = x_BTD + spmd.psum(y_BTD, ("tensor",))
     self.sow("intermediates", "output_BTD", x_BTD)
     return x_BTD, attended.selection, attended.cache, aux
 

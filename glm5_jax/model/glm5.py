@@ -18,10 +18,13 @@ from glm5_jax.model.attention.context import (
 )
 from glm5_jax.model.attention.dsa import GATHER_QUERIES
 from glm5_jax.model.block import Unit
-from glm5_jax.model.layers import project, rms_norm, rope_tables
+from glm5_jax.model.layers import embed, project, rms_norm, rope_tables
 from glm5_jax.model.mtp import MultiTokenPrediction
 from glm5_jax.model.plan import Segment, layer_plan
 from glm5_jax.model.weights import normal, ones, weight
+from glm5_jax.parallel import spmd
+
+EMBED_AXES, HEAD_AXES = ("vocab", "embed"), ("embed", "vocab")
 
 
 class ModelOutput(flax.struct.PyTreeNode):
@@ -54,6 +57,8 @@ class GLM5(nn.Module):
   ) -> ModelOutput:
     """Runs the trunk, and `mtp_depths` depths of multi-token prediction beside it.
 
+    On a mesh with `context` the arguments are whole rows, and what is returned has this shard's slots.
+
     Args:
       tokens_BT: int32 ids.
       positions_BT: rope positions; None counts from 0 in each segment.
@@ -70,15 +75,18 @@ class GLM5(nn.Module):
       segment_ids_BT = jnp.ones_like(tokens_BT)
     ctx, cache = attention_context(cfg, positions_BT, segment_ids_BT, cache, from_start)
 
-    x_BTD = embed_VD[tokens_BT].astype(dtype)
+    x_BTD = embed(embed_VD, spmd.take_mine(tokens_BT), dtype)
     self.sow("intermediates", "embedding_BTD", x_BTD)
     x_BTD, layer_caches, aux = self._trunk(x_BTD, ctx, cache)
     hidden_BTD = rms_norm(x_BTD, norm_D, cfg.rms_norm_eps)
     if cfg.num_nextn_predict_layers and (mtp_depths or self.is_initializing()):
       mtp = MultiTokenPrediction(cfg, name="mtp")
       depths = range(1, max(mtp_depths, 1) + 1)
-      future = [embed_VD[_shifted(tokens_BT, k)].astype(dtype) for k in depths]
-      contexts = [ctx._replace(segments_BT=_with_successor(segment_ids_BT, k)) for k in depths]
+      ahead_KBT = jnp.stack([spmd.take_mine(_shifted(tokens_BT, k)) for k in depths])
+      future = list(embed(embed_VD, ahead_KBT, dtype))  # one lookup: its gradient is as large as the table
+      contexts = [
+        ctx._replace(segments_BT=spmd.take_mine(_with_successor(segment_ids_BT, k))) for k in depths
+      ]
       hiddens, _, mtp_aux = mtp(hidden_BTD, future, contexts)
       aux["mtp_hidden_KBTD"] = jnp.stack(hiddens)
       if mtp_aux:  # a dense layer has none
@@ -123,11 +131,18 @@ class GLM5(nn.Module):
 
 def vocabulary_weights(module: nn.Module, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
   """Declares embedding [V, D] and head [D, V] on `module`; a tied head is the embedding's transpose."""
-  V, D = cfg.vocab_size, cfg.hidden_size
-  embed_VD = weight(module, "embed", (V, D), ("vocab", "embed"), normal(cfg), cfg.param_dtype)
+  V, D, store = cfg.vocab_size, cfg.hidden_size, cfg.param_dtype
+  embed_VD = weight(module, "embed", (V, D), EMBED_AXES, normal(cfg), store, cfg.dtype)
   if cfg.tie_word_embeddings:
     return embed_VD, embed_VD.T
-  return embed_VD, weight(module, "head", (D, V), ("embed", "vocab"), normal(cfg), cfg.param_dtype)
+  return embed_VD, weight(module, "head", (D, V), HEAD_AXES, normal(cfg), store, cfg.dtype)
+
+
+def head_of(params: dict[str, Any], cfg: ModelConfig) -> jax.Array:
+  """The output projection [D, V] of a parameter tree, whole also on a mesh."""
+  if cfg.tie_word_embeddings:
+    return spmd.gather_weight(params["embed"], EMBED_AXES, cfg.dtype).T
+  return spmd.gather_weight(params["head"], HEAD_AXES, cfg.dtype)
 
 
 def attention_context(
@@ -137,7 +152,10 @@ def attention_context(
   cache: Cache | None,
   from_start: bool,
 ) -> tuple[AttentionContext, Cache | None]:
-  """Positions, slots and visibility of a pass; with a cache, its segments with the new ones written."""
+  """Positions, slots and visibility of a pass; with a cache, its segments with the new ones written.
+
+  Positions and segments are those of whole rows; the context's are this shard's.
+  """
   T = segments_BT.shape[1]
   offsets_T = jnp.arange(T, dtype=jnp.int32)
   if cache is None or from_start:
@@ -152,9 +170,10 @@ def attention_context(
   if cache is not None:
     cache = cache._replace(segment_ids_BS=write(cache.segment_ids_BS, segments_BT, cache.length))
     key_segments = segments_BT if from_start else cache.segment_ids_BS
-  tables = rope_tables(positions_BT, cfg.qk_rope_head_dim, cfg.rope_theta)
+  tables = rope_tables(spmd.take_mine(positions_BT), cfg.qk_rope_head_dim, cfg.rope_theta)
   length = None if cache is None else cache.length
-  ctx = AttentionContext(tables, slots_BT, segments_BT, key_segments, length, from_start)
+  mine = spmd.take_mine(slots_BT), spmd.take_mine(segments_BT)
+  ctx = AttentionContext(tables, *mine, key_segments, length, from_start)
   return ctx, cache
 
 
@@ -231,7 +250,7 @@ class Draft(nn.Module):
     cache = cast(Cache, written)
     mtp = MultiTokenPrediction(cfg, name="mtp")
     (hidden_BTD,), (layer_cache,), _ = mtp(
-      hidden_BTD, [embed_VD[next_tokens_BT].astype(dtype)], [ctx], cache.layers
+      hidden_BTD, [embed(embed_VD, next_tokens_BT, dtype)], [ctx], cache.layers
     )
     logits_BTV = project(hidden_BTD, head_DV, dtype).astype(jnp.float32)
     cache = Cache((layer_cache,), cache.segment_ids_BS, cache.length + next_tokens_BT.shape[1])

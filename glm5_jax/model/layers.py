@@ -1,5 +1,7 @@
 """Norms, rotary positions and the SwiGLU feed-forward: the parts that every block shares."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,27 @@ def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array], interleave: bo
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def embed(table_VD: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Rows of the table, [..., D] in `dtype`. Their gradients are summed in float32: a token may come often."""
+  return table_VD[ids].astype(dtype)
+
+
+def _embed_forward(table_VD, ids, dtype):
+  return embed(table_VD, ids, dtype), (ids, jnp.zeros((table_VD.shape[0], 0), table_VD.dtype))
+
+
+def _embed_backward(dtype, saved, grad):
+  del dtype
+  ids, like = saved
+  rows = grad.reshape(-1, grad.shape[-1]).astype(jnp.float32)
+  total = jnp.zeros((like.shape[0], grad.shape[-1]), jnp.float32).at[ids.reshape(-1)].add(rows)
+  return total.astype(like.dtype), None
+
+
+embed.defvjp(_embed_forward, _embed_backward)
+
+
 def project(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Contracts the last axis of x with the first of w; float32 accumulation, result in `dtype`.
 
@@ -61,7 +84,7 @@ def project(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 class SwiGLU(nn.Module):
-  """down(silu(gate x) · up x), width F."""
+  """down(silu(gate x) · up x), width F. On a mesh with `tensor`, a part of the sum over F."""
 
   cfg: ModelConfig
   width: int
@@ -70,7 +93,7 @@ class SwiGLU(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
     D, F = cfg.hidden_size, self.width
-    gate_DF = weight(self, "gate_proj", (D, F), ("embed", "mlp"), normal(cfg), cfg.param_dtype)
-    up_DF = weight(self, "up_proj", (D, F), ("embed", "mlp"), normal(cfg), cfg.param_dtype)
-    down_FD = weight(self, "down_proj", (F, D), ("mlp", "embed"), residual(cfg), cfg.param_dtype)
+    gate_DF = weight(self, "gate_proj", (D, F), ("embed", "mlp"), normal(cfg), cfg.param_dtype, dtype)
+    up_DF = weight(self, "up_proj", (D, F), ("embed", "mlp"), normal(cfg), cfg.param_dtype, dtype)
+    down_FD = weight(self, "down_proj", (F, D), ("mlp", "embed"), residual(cfg), cfg.param_dtype, dtype)
     return project(jax.nn.silu(project(x, gate_DF, dtype)) * project(x, up_DF, dtype), down_FD, dtype)

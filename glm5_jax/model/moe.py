@@ -1,5 +1,7 @@
 """Mixture of experts: route, sort rows by expert, grouped matmuls, combine. No token is dropped."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -9,11 +11,17 @@ from glm5_jax.model.dispatch import combine, dispatch, plan_rows
 from glm5_jax.model.layers import SwiGLU
 from glm5_jax.model.router import expert_counts, route, sequence_balance_loss
 from glm5_jax.model.weights import normal, residual, weight, zeros
+from glm5_jax.parallel import spmd
+from glm5_jax.parallel.experts import expert_parallel
 from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment
 
 
 class Experts(nn.Module):
-  """The routed experts' weights and their grouped SwiGLU."""
+  """The routed experts' weights and their grouped SwiGLU.
+
+  On a mesh with `expert` the rows travel to where their expert lives and back; with `tensor` the result is a
+  part of the sum over F.
+  """
 
   cfg: ModelConfig
 
@@ -22,21 +30,40 @@ class Experts(nn.Module):
     cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
     E, D, F = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
     into, out = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
-    gate_EDF = weight(self, "gate_proj", (E, D, F), into, normal(cfg), cfg.param_dtype)
-    up_EDF = weight(self, "up_proj", (E, D, F), into, normal(cfg), cfg.param_dtype)
-    down_EFD = weight(self, "down_proj", (E, F, D), out, residual(cfg), cfg.param_dtype)
-    if _dense_is_cheaper(x_MD.shape[0], cfg):
-      return _all_experts(x_MD.astype(dtype), experts_MK, weights_MK, gate_EDF, up_EDF, down_EFD)
+    gate_EDF = weight(self, "gate_proj", (E, D, F), into, normal(cfg), cfg.param_dtype, dtype)
+    up_EDF = weight(self, "up_proj", (E, D, F), into, normal(cfg), cfg.param_dtype, dtype)
+    down_EFD = weight(self, "down_proj", (E, F, D), out, residual(cfg), cfg.param_dtype, dtype)
+    weights = tuple(w.astype(dtype) for w in (gate_EDF, up_EDF, down_EFD))
+    x_MD = x_MD.astype(dtype)
     implementation = cfg.moe_implementation or None
+    if spmd.size("expert") > 1:
+      here = functools.partial(_rows_by_expert, implementation)
+      return expert_parallel(here, weights, x_MD, experts_MK, weights_MK, E).astype(dtype)
+    if _dense_is_cheaper(x_MD.shape[0], cfg):
+      return _all_experts(x_MD, experts_MK, weights_MK, *weights)
     alignment = row_alignment(experts_MK.size, E, implementation)
     rows = plan_rows(experts_MK, E, alignment)
+    out_rows = _feed_forward(weights, dispatch(x_MD, rows), rows.group_sizes_E, implementation, alignment)
+    return combine(out_rows, weights_MK, rows).astype(dtype)
 
-    def matmul(a, w):
-      return grouped_matmul(a, w.astype(dtype), rows.group_sizes_E, implementation, alignment)
 
-    sorted_x = dispatch(x_MD.astype(dtype), rows)
-    hidden = jax.nn.silu(matmul(sorted_x, gate_EDF)) * matmul(sorted_x, up_EDF)
-    return combine(matmul(hidden, down_EFD), weights_MK, rows).astype(dtype)
+def _feed_forward(weights, sorted_x, group_sizes_E, implementation, alignment) -> jax.Array:
+  """SwiGLU of rows sorted by expert."""
+  gate_EDF, up_EDF, down_EFD = weights
+
+  def matmul(a, w):
+    return grouped_matmul(a, w, group_sizes_E, implementation, alignment)
+
+  return matmul(jax.nn.silu(matmul(sorted_x, gate_EDF)) * matmul(sorted_x, up_EDF), down_EFD)
+
+
+def _rows_by_expert(implementation, weights, x_RD, expert_R) -> jax.Array:
+  """SwiGLU of rows in any order, each with its own expert; an id past the last gives 0."""
+  E = weights[0].shape[0]
+  alignment = row_alignment(expert_R.size, E, implementation)
+  rows = plan_rows(expert_R[:, None], E + 1, alignment)
+  out_rows = _feed_forward(weights, dispatch(x_RD, rows), rows.group_sizes_E[:E], implementation, alignment)
+  return combine(out_rows, jnp.ones((expert_R.size, 1), jnp.float32), rows).astype(x_RD.dtype)
 
 
 def _dense_is_cheaper(tokens: int, cfg: ModelConfig) -> bool:

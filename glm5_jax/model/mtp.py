@@ -41,7 +41,7 @@ class MultiTokenPrediction(nn.Module):
     cfg, dtype, D = self.cfg, jnp.dtype(self.cfg.dtype), self.cfg.hidden_size
     enorm_D = weight(self, "enorm", (D,), ("embed",), ones, cfg.param_dtype)
     hnorm_D = weight(self, "hnorm", (D,), ("embed",), ones, cfg.param_dtype)
-    eh_2DD = weight(self, "eh_proj", (2 * D, D), ("embed_pair", "embed"), normal(cfg), cfg.param_dtype)
+    eh_2DD = weight(self, "eh_proj", (2 * D, D), ("embed_pair", "embed"), normal(cfg), cfg.param_dtype, dtype)
     norm_D = weight(self, "norm", (D,), ("embed",), ones, cfg.param_dtype)
     block = remat_block(cfg)(cfg, block_spec(cfg, cfg.num_hidden_layers), name="block")
     hiddens, new_caches, total = [], [], None

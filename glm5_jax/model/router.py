@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.parallel import spmd
+
+ROW = ("context",)  # the mesh axis that a row's tokens are dealt over
 
 
 class Routing(NamedTuple):
@@ -51,7 +54,10 @@ def _keep_best_groups(choice_ME: jax.Array, cfg: ModelConfig) -> jax.Array:
 
 
 def expert_counts(experts_MK: jax.Array, valid_M: jax.Array, n_experts: int) -> jax.Array:
-  """How many (token, slot) pairs each expert received, float32 [E]; padding does not count."""
+  """How many (token, slot) pairs each expert received, float32 [E]; padding does not count.
+
+  On a mesh, of this shard's tokens.
+  """
   chosen_ME = jnp.any(experts_MK[:, :, None] == jnp.arange(n_experts), axis=1)
   return jnp.sum(chosen_ME & valid_M[:, None], axis=0, dtype=jnp.float32)
 
@@ -59,16 +65,18 @@ def expert_counts(experts_MK: jax.Array, valid_M: jax.Array, n_experts: int) -> 
 def sequence_balance_loss(routing: Routing, valid_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
   """Σ_rows Σ_e f_e · P_e, to be divided by the number of rows and scaled by α by the caller.
 
-  f_e = E / (K · T) · count_e carries no gradient; P_e is the mean of the normalised scores.
+  f_e = E / (K · T) · count_e carries no gradient; P_e is the mean of the normalised scores. On a mesh the
+  shards of a row sum up before they multiply, and each returns its share of the result.
   """
   B, T = valid_BT.shape
   E, K = cfg.n_routed_experts, cfg.num_experts_per_tok
   valid_BT1 = valid_BT[..., None].astype(jnp.float32)
-  tokens_B1 = jnp.maximum(jnp.sum(valid_BT1, axis=1), 1.0)
+  tokens_B1 = jnp.maximum(spmd.psum(jnp.sum(valid_BT1, axis=1), ROW), 1.0)
   chosen_BTE = jnp.any(routing.experts_MK.reshape(B, T, K, 1) == jnp.arange(E), axis=2)
-  fraction_BE = E / (K * tokens_B1) * jnp.sum(chosen_BTE * valid_BT1, axis=1)
-  mean_share_BE = jnp.sum(routing.share_ME.reshape(B, T, E) * valid_BT1, axis=1) / tokens_B1
-  return jnp.sum(jax.lax.stop_gradient(fraction_BE) * mean_share_BE)
+  count_BE = spmd.psum(jnp.sum(chosen_BTE * valid_BT1, axis=1), ROW)
+  fraction_BE = jax.lax.stop_gradient(E / (K * tokens_B1) * count_BE)
+  mean_share_BE = spmd.psum(jnp.sum(routing.share_ME.reshape(B, T, E) * valid_BT1, axis=1), ROW) / tokens_B1
+  return jnp.sum(fraction_BE * mean_share_BE) / spmd.size("context", "tensor")
 
 
 def update_bias(bias: jax.Array, counts: jax.Array, rate: jax.Array | float) -> jax.Array:

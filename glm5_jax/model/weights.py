@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-Axes = tuple[str | None, ...]
+from glm5_jax.parallel import spmd
+from glm5_jax.parallel.rules import Axes
 
 
 def weight(
@@ -22,10 +23,22 @@ def weight(
   axes: Axes,
   init: Callable,
   dtype: str | jnp.dtype,
+  use: str | jnp.dtype | None = None,
 ) -> jax.Array:
-  """Declares and returns parameter `name` of `module`."""
-  boxed = nn.with_logical_partitioning(init, axes)
-  return cast(jax.Array, module.param(name, boxed, tuple(shape), jnp.dtype(dtype)))
+  """Declares and returns parameter `name` of `module`.
+
+  On a mesh what is stored here is a part. The other parts are fetched, in dtype `use` where that is given
+  (the dtype of the computation, half the bytes); those of heads, experts and feed-forward widths stay where
+  they are.
+  """
+  if module.is_initializing():
+    boxed = nn.with_logical_partitioning(init, axes)
+    w = cast(jax.Array, module.param(name, boxed, tuple(shape), jnp.dtype(dtype)))
+  else:  # not by `param`, which compares shapes with the whole weight's
+    w = module.get_variable("params", name)
+    if w is None:
+      raise KeyError(f"parameter {'/'.join((*module.path, name))} is absent")
+  return spmd.gather_weight(w, axes, use)
 
 
 def normal(cfg) -> Callable:

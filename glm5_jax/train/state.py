@@ -5,11 +5,14 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from glm5_jax.config import RunConfig
-from glm5_jax.model import init_params
+from glm5_jax.model import abstract_params, init_params, logical_axes
 from glm5_jax.optim.groups import Optimizer
 from glm5_jax.optim.guard import SkipCounts
+from glm5_jax.parallel.mesh import replicated
+from glm5_jax.parallel.rules import param_shardings
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -35,3 +38,31 @@ def init_state(run: RunConfig, optimizer: Optimizer) -> TrainState:
     tokens=jnp.zeros((), jnp.float32),
     rng=rng,
   )
+
+
+def state_shardings(run: RunConfig, optimizer: Optimizer, mesh: Mesh) -> Any:
+  """A tree of NamedShardings like the state: moments lie as their parameter does, all else is everywhere.
+
+  Raises:
+    UserError: a parameter does not divide over the mesh.
+  """
+  cfg = run.model
+  shardings = param_shardings(mesh, logical_axes(cfg), abstract_params(cfg))
+  by_path = {path: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shardings)}
+  everywhere = replicated(mesh)
+
+  def place(path, _):
+    # A moment's path ends with its parameter's.
+    found = (by_path[path[i:]] for i in range(len(path)) if path[i:] in by_path)
+    return next(found, everywhere)
+
+  return jax.tree_util.tree_map_with_path(place, jax.eval_shape(lambda: init_state(run, optimizer)))
+
+
+def abstract_state(run: RunConfig, optimizer: Optimizer, mesh: Mesh | None = None) -> TrainState:
+  """The state as ShapeDtypeStructs; on a mesh with shardings. No array is made."""
+  shapes = jax.eval_shape(lambda: init_state(run, optimizer))
+  if mesh is None:
+    return shapes
+  place = state_shardings(run, optimizer, mesh)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, place)

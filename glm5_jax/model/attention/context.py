@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.parallel import spmd
 
 
 class LayerCache(NamedTuple):
@@ -66,10 +67,14 @@ def query_blocks(cfg: ModelConfig, ctx: AttentionContext) -> list[tuple[int, int
   """(begin, end, keys) of each block of queries: keys beyond a block's end are causally invisible.
 
   Without a cache this halves the work and bounds the memory of a block's [T, S] tensors. With one,
-  slots are traced values, so every block sees all S slots.
+  slots are traced values, so every block sees all S slots. On a mesh with `context`, a shard has one
+  piece of the row's first half and one of its second.
   """
   T, S = ctx.slots_BT.shape[1], ctx.key_segments_BS.shape[1]
   block = cfg.query_block or max(128, -(-T // 8))
+  if spmd.size("context") > 1:
+    pieces = ((0, T // 2, S // 2), (T // 2, T, S))
+    return [(b, min(b + block, end), keys) for begin, end, keys in pieces for b in range(begin, end, block)]
   static = ctx.cache_length is None or ctx.from_start
   return [(b, min(b + block, T), min(b + block, T) if static else S) for b in range(0, T, block)]
 

@@ -22,6 +22,7 @@ from glm5_jax.model.attention.context import (
 )
 from glm5_jax.model.attention.indexer import Indexer, IndexerInputs, index_scores
 from glm5_jax.model.attention.latent import Latent, attend_selected, attend_visible, project_latent
+from glm5_jax.parallel import spmd
 from pallas_kernels.topk import topk, topk_mask
 
 GATHER_QUERIES = 16  # up to this many queries a row, keys are gathered instead of masked
@@ -107,6 +108,6 @@ def _remember(
 ) -> tuple[jax.Array, LayerCache | None]:
   """(all keys to score, cache with the new ones written); without a cache of keys, the new ones alone."""
   if cache is None or cache.index_key_BSJ is None or ctx.cache_length is None:
-    return key_BTJ, cache
+    return spmd.gather_slots(key_BTJ), cache
   keys_BSJ = write(cache.index_key_BSJ, key_BTJ, ctx.cache_length)
   return key_BTJ if ctx.from_start else keys_BSJ, cache._replace(index_key_BSJ=keys_BSJ)

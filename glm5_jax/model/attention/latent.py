@@ -16,6 +16,7 @@ from glm5_jax.model.attention.context import AttentionContext, LayerCache, query
 from glm5_jax.model.attention.core import attend, attend_gathered
 from glm5_jax.model.layers import apply_rope, project, rms_norm
 from glm5_jax.model.weights import normal, ones, residual, weight
+from glm5_jax.parallel import spmd
 
 # (begin, end, keys) -> bool [B, end − begin, keys]
 VisibleFn = Callable[[int, int, int], jax.Array]
@@ -44,21 +45,21 @@ def project_latent(
   D, N, Q, C = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
   P, R, H = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
   init, store = normal(cfg), cfg.param_dtype
-  q_a_DQ = weight(module, "q_a_proj", (D, Q), ("embed", "q_rank"), init, store)
+  q_a_DQ = weight(module, "q_a_proj", (D, Q), ("embed", "q_rank"), init, store, dtype)
   q_norm_Q = weight(module, "q_a_norm", (Q,), ("q_rank",), ones, store)
-  q_b_QNK = weight(module, "q_b_proj", (Q, N, P + R), ("q_rank", "heads", "head_dim"), init, store)
-  kv_a_DL = weight(module, "kv_a_proj", (D, C + R), ("embed", "kv_rank"), init, store)
+  q_b_QNK = weight(module, "q_b_proj", (Q, N, P + R), ("q_rank", "heads", "head_dim"), init, store, dtype)
+  kv_a_DL = weight(module, "kv_a_proj", (D, C + R), ("embed", "kv_rank"), init, store, dtype)
   kv_norm_C = weight(module, "kv_a_norm", (C,), ("kv_rank",), ones, store)
-  k_b_CNP = weight(module, "k_b_proj", (C, N, P), ("kv_rank", "heads", "head_dim"), init, store)
-  v_b_CNH = weight(module, "v_b_proj", (C, N, H), ("kv_rank", "heads", "head_dim"), init, store)
-  o_NHD = weight(module, "o_proj", (N, H, D), ("heads", "head_dim", "embed"), residual(cfg), store)
+  k_b_CNP = weight(module, "k_b_proj", (C, N, P), ("kv_rank", "heads", "head_dim"), init, store, dtype)
+  v_b_CNH = weight(module, "v_b_proj", (C, N, H), ("kv_rank", "heads", "head_dim"), init, store, dtype)
+  o_NHD = weight(module, "o_proj", (N, H, D), ("heads", "head_dim", "embed"), residual(cfg), store, dtype)
 
   q_rank_BTQ = rms_norm(project(x_BTD, q_a_DQ, dtype), q_norm_Q, cfg.lora_norm_eps)
   q_BTNK = project(q_rank_BTQ, q_b_QNK, dtype)
   kv_BTL = project(x_BTD, kv_a_DL, dtype)
   latent_BTC = rms_norm(kv_BTL[..., :C], kv_norm_C, cfg.lora_norm_eps)
   k_rope_BTR = apply_rope(kv_BTL[..., C:], ctx.rope, cfg.rope_interleave)  # not normalised
-  keys = jnp.concatenate([latent_BTC, k_rope_BTR], axis=-1)
+  keys = spmd.gather_slots(jnp.concatenate([latent_BTC, k_rope_BTR], axis=-1))
   if cache is not None and ctx.cache_length is not None:
     cache = cache._replace(latent_BSL=write(cache.latent_BSL, keys, ctx.cache_length))
     keys = keys if ctx.from_start else cache.latent_BSL.astype(dtype)
@@ -79,7 +80,10 @@ def choose_form(cfg: ModelConfig, queries: int, keys: int) -> str:
 def attend_visible(
   latent: Latent, visible_fn: VisibleFn, ctx: AttentionContext, cfg: ModelConfig
 ) -> jax.Array:
-  """Softmax attention over the keys that `visible_fn` marks; returns the block's output [B, T, D]."""
+  """Softmax attention over the keys that `visible_fn` marks; returns the block's output [B, T, D].
+
+  On a mesh with `tensor`, a part of the sum over heads.
+  """
   dtype = jnp.dtype(cfg.dtype)
   T, S, C = latent.q_nope_BTNP.shape[1], latent.keys_BSL.shape[1], cfg.kv_lora_rank
   scale = cfg.qk_head_dim**-0.5  # of the expanded head, in both forms
@@ -125,7 +129,7 @@ def _expanded_keys_values(latent: Latent, cfg: ModelConfig, dtype) -> tuple[jax.
   c_BSC, rope_BSR = latent.keys_BSL[..., : cfg.kv_lora_rank], latent.keys_BSL[..., cfg.kv_lora_rank :]
   k_BSNP, v_BSNH = project(c_BSC, latent.k_b_CNP, dtype), project(c_BSC, latent.v_b_CNH, dtype)
   B, S, R = rope_BSR.shape
-  rope_BSNR = jnp.broadcast_to(rope_BSR[:, :, None], (B, S, cfg.num_attention_heads, R))
+  rope_BSNR = jnp.broadcast_to(rope_BSR[:, :, None], (B, S, k_BSNP.shape[2], R))
   k_BSNK = jnp.concatenate([k_BSNP, rope_BSNR], axis=-1)
   return jnp.swapaxes(k_BSNK, 1, 2), jnp.swapaxes(v_BSNH, 1, 2)
 

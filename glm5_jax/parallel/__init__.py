@@ -1,0 +1,1 @@
+"""Meshes, and what the model may ask of the one it runs on."""
