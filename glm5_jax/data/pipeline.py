@@ -18,6 +18,7 @@ from glm5_jax.data.records import Meta, decode_record, read_meta, record_source
 from glm5_jax.errors import UserError
 
 STATE_FORMAT = 2  # 1 dealt documents out to processes and stood for one of them
+_WINDOW_START = "parent_window_start_state"  # in grain's state of a shuffled window
 
 
 class TrainIterator:
@@ -48,6 +49,10 @@ class TrainIterator:
     self._rows_taken = 0  # of each shard
     # A round has one row of each shard that is read, so what is made ahead does not depend on batch sizes.
     rounds = grain.experimental.ZipIterDataset(_row_streams(cfg, meta, self._read))
+    window = cfg.shuffle_window // cfg.shards  # of rounds: as many rows are mixed for any number of shards
+    self._mixes = cfg.shuffle and window > 1
+    if self._mixes:
+      rounds = grain.experimental.WindowShuffleIterDataset(rounds, window_size=window, seed=cfg.seed)
     ahead = cfg.prefetch * (batch_size // cfg.shards)
     self._rounds = iter(grain.experimental.ThreadPrefetchIterDataset(rounds, prefetch_buffer_size=ahead))
 
@@ -77,12 +82,14 @@ class TrainIterator:
     return self.next_batch()
 
   def get_state(self) -> dict[str, Any]:
-    places = self._rounds.get_state()["parents"]
+    place = dict(self._rounds.get_state())
+    parents = place.pop(_WINDOW_START) if self._mixes else place
     return {
       "format": STATE_FORMAT,
       "settings": self._settings,
       "rows_taken": self._rows_taken,
-      "positions": {str(shard): place for shard, place in zip(self._read, places, strict=True)},
+      "window": place if self._mixes else {},
+      "positions": {str(shard): at for shard, at in zip(self._read, parents["parents"], strict=True)},
     }
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -107,7 +114,8 @@ class TrainIterator:
     missing = [shard for shard in self._read if str(shard) not in positions]
     if missing:
       raise UserError(_lacks(missing, self._shards))
-    self._rounds.set_state({"parents": [_with_tuples(positions[str(shard)]) for shard in self._read]})
+    parents = {"parents": [_with_tuples(positions[str(shard)]) for shard in self._read]}
+    self._rounds.set_state({**state["window"], _WINDOW_START: parents} if self._mixes else parents)
     self._rows_taken = state["rows_taken"]
 
   def close(self) -> None:
@@ -145,7 +153,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
   positions: dict[str, Any] = {}
   for state in states:
     _check_format(state)
-    for name in ("settings", "rows_taken"):
+    for name in ("settings", "rows_taken", "window"):
       if state[name] != first[name]:
         raise UserError(
           f"readers disagree on where the data stands: {name} {first[name]} of one, {state[name]} of another"
@@ -203,16 +211,12 @@ def train_documents(cfg: DataConfig, meta: Meta, shards: Sequence[int]) -> list[
 
 
 def _row_streams(cfg: DataConfig, meta: Meta, shards: Sequence[int]) -> list[grain.IterDataset]:
-  """The endless rows of each shard named."""
-  window = max(1, cfg.shuffle_window // cfg.shards) if cfg.shuffle else 1
-  streams = []
-  for shard, documents in zip(shards, train_documents(cfg, meta, shards), strict=True):
-    seed = cfg.seed + shard
-    rows = pack(documents, cfg.packing, cfg.seq_len, cfg.pack_bins, seed, cfg.shuffle)
-    if window > 1:
-      rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=window, seed=seed)
-    streams.append(rows)
-  return streams
+  """The endless rows of each shard named, [seq_len] arrays under the names of `Batch`."""
+  documents = train_documents(cfg, meta, shards)
+  return [
+    pack(stream, cfg.packing, cfg.seq_len, cfg.pack_bins, cfg.seed + shard, cfg.shuffle)
+    for shard, stream in zip(shards, documents, strict=True)
+  ]
 
 
 def _read_options(streams: int) -> grain.ReadOptions:

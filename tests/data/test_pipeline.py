@@ -20,7 +20,7 @@ def cfg(request, data_folder):
     seq_len=24,
     packing=request.param,
     pack_bins=4,
-    shuffle_window=5,
+    shuffle_window=16,
     seed=3,
     prefetch=2,
   )
@@ -132,11 +132,11 @@ def test_shards_have_disjoint_documents_that_cover_all_in_every_epoch(cfg, count
 
 
 def test_rows_are_mixed_within_windows_and_none_is_lost(cfg, train):
-  plain = train(dataclasses.replace(cfg, shuffle_window=1), 10).next_batch().tokens.tolist()
-  mixed = train(cfg, 10).next_batch().tokens.tolist()
+  plain = train(dataclasses.replace(cfg, shuffle_window=1), 32).next_batch().tokens.tolist()
+  mixed = train(cfg, 32).next_batch().tokens.tolist()
   assert mixed != plain
-  for begin in (0, 5):
-    assert sorted(mixed[begin : begin + 5]) == sorted(plain[begin : begin + 5])
+  for begin in (0, 16):
+    assert sorted(mixed[begin : begin + 16]) == sorted(plain[begin : begin + 16])
 
 
 def test_end_of_text_stands_once_at_the_end_of_each_document(data_folder):
@@ -229,6 +229,16 @@ def test_reader_reads_only_the_shards_of_its_rows(cfg, train):
   cfg = dataclasses.replace(cfg, shards=4)
   held = [sorted(reader.get_state()["positions"]) for reader in readers(train, cfg, 2)]
   assert held == [["0", "1"], ["2", "3"]]
+
+
+def test_as_many_rows_are_mixed_in_shards_together(cfg, train):
+  sharded = dataclasses.replace(cfg, shards=4)
+  plain = train(dataclasses.replace(sharded, shuffle_window=1), 32).next_batch().tokens.reshape(4, 2, 4, -1)
+  mixed = train(sharded, 32).next_batch().tokens.reshape(4, 2, 4, -1)
+  assert (mixed != plain).any()
+  for shard in range(4):
+    for window in range(2):
+      assert sorted(mixed[shard, window].tolist()) == sorted(plain[shard, window].tolist())
 
 
 def test_shards_give_different_rows(cfg, train):
