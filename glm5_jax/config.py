@@ -77,6 +77,7 @@ class ModelConfig:
   sliding_window: int = 4096  # keys seen by an "S" layer
   query_block: int = 0  # queries attended at a time, bounds memory; 0 picks by shape
   moe_implementation: str = ""  # a name of pallas_kernels.grouped_matmul; "" picks by back end
+  attention_implementation: str = ""  # "reference" | "splash" (TPU); "" picks by back end
   topk_implementation: str = ""  # a name of pallas_kernels.topk; "" picks by back end
 
   # Ours: numerics and compilation

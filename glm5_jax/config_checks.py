@@ -16,7 +16,10 @@ from glm5_jax.errors import UserError
 # Names of registries that lie above this module; tests hold them equal.
 ATTENTION_LETTERS = ("D", "F", "S")  # model.attention.ATTENTION
 TOPK = ("reference",)  # pallas_kernels.topk
-GROUPED_MATMUL = ("reference", "ragged", "blocks")  # pallas_kernels.grouped_matmul
+GROUPED_MATMUL = (  # pallas_kernels.grouped_matmul
+  *("reference", "ragged", "blocks", "megablox", "megablox_interpret"),
+)
+ATTENTION_CORES = ("reference", "splash", "splash_interpret")  # model.attention.latent
 SCHEDULES = (  # optim.schedules: SHAPES and STAGES
   *("cosine", "linear", "constant"),
   *("pretrain", "midtrain", "midtrain_32k", "midtrain_128k", "midtrain_200k", "dsa_warmup", "dsa_sparse"),
@@ -32,6 +35,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
   "model.mla_form": ("auto", "expanded", "absorbed"),
   "model.topk_implementation": ("", *TOPK),
   "model.moe_implementation": ("", *GROUPED_MATMUL),
+  "model.attention_implementation": ("", *ATTENTION_CORES),
   "model.dtype": DTYPES,
   "model.param_dtype": DTYPES,
   "model.router_param_dtype": ("", *DTYPES),

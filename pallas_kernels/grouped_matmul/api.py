@@ -4,15 +4,24 @@ Every implementation: rows past sum(group_sizes) give 0 and get no gradient; an 
 gradient is exactly 0.
 """
 
+from typing import Any
+
 import jax
 
-from pallas_kernels.grouped_matmul import blocks, ragged, reference
+from pallas_kernels.grouped_matmul import blocks, megablox, ragged, reference
 
-IMPLEMENTATIONS = {"reference": reference, "ragged": ragged, "blocks": blocks}
+IMPLEMENTATIONS: dict[str, Any] = {
+  "reference": reference,
+  "ragged": ragged,
+  "blocks": blocks,
+  "megablox": megablox,
+  "megablox_interpret": megablox.Interpreted,
+}
+BY_BACKEND = {"cpu": "blocks", "tpu": "megablox"}
 
 
 def _pick(implementation: str | None):
-  name = implementation or ("blocks" if jax.default_backend() == "cpu" else "ragged")
+  name = implementation or BY_BACKEND.get(jax.default_backend(), "ragged")
   if name not in IMPLEMENTATIONS:
     raise ValueError(
       f"grouped_matmul implementation {name!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}"
@@ -39,7 +48,8 @@ def grouped_matmul(
     w_EKN: one matrix a group.
     group_sizes_E: int32, with a sum of at most M.
     implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (batched matmul of aligned
-      row blocks); None picks by back end, since ragged_dot is about ten times slower on CPU.
+      row blocks) | "megablox" (jax's TPU kernels) | "megablox_interpret"; None picks by back end, since
+      ragged_dot is about ten times slower on CPU, and masked dense on v6e and tpu7x.
     alignment: what the caller promises every group size to be a multiple of; rows past the last group
       must then be finite, as they are multiplied by 0.
   """

@@ -25,31 +25,32 @@ from glm5_jax.parallel.rules import param_specs
 from glm5_jax.train.state import init_state, state_shardings
 from glm5_jax.train.step import make_gradients, make_train_step
 
-ROW_COUNT, LENGTH, STEPS = 16, 32, 3
+STEPS = 3
 
 
-def run_config(**model: Any) -> RunConfig:
+def run_config(rows: int = 16, length: int = 32, **model: Any) -> RunConfig:
   """Packed rows, sparse attention, two MTP depths, experts of which one is overloaded and one empty."""
   cfg = tiny().replace(**({"num_hidden_layers": 2, "dsa_mode": "sparse", "mtp_depths": 2} | model))
+  cfg.max_position_embeddings = max(cfg.max_position_embeddings, length)
   run = RunConfig(
     model=cfg,
     # eps: Adam would make steps of noise that is all there is of some gradients.
     optim=OptimConfig(peak_lr=1e-3, schedule="constant", warmup_steps=0, ns_dtype="float32", eps=1e-5),
-    train=TrainConfig(steps=10, batch_size=ROW_COUNT, balance_weight=1e-2, loss_chunk=48),
+    train=TrainConfig(steps=10, batch_size=rows, balance_weight=1e-2, loss_chunk=48),
   )
-  run.data.seq_len = LENGTH
+  run.data.seq_len = length
   return run
 
 
-def packed_batch(cfg) -> dict[str, np.ndarray]:
+def packed_batch(run: RunConfig) -> dict[str, np.ndarray]:
   """Two or three documents a row, some padding at the end, some targets without weight."""
-  rng = np.random.default_rng(0)
-  tokens = rng.integers(0, cfg.vocab_size, (ROW_COUNT, LENGTH)).astype(np.int32)
+  rng, rows, length = np.random.default_rng(0), run.train.batch_size, run.data.seq_len
+  tokens = rng.integers(0, run.model.vocab_size, (rows, length)).astype(np.int32)
   segments = np.zeros_like(tokens)
   positions = np.zeros_like(tokens)
-  for row in range(ROW_COUNT):
-    cuts = sorted(rng.choice(np.arange(2, LENGTH - 1), 2, replace=False))
-    for i, (begin, end) in enumerate(zip([0, *cuts], [*cuts, LENGTH - row % 3], strict=True)):
+  for row in range(rows):
+    cuts = sorted(rng.choice(np.arange(2, length - 1), 2, replace=False))
+    for i, (begin, end) in enumerate(zip([0, *cuts], [*cuts, length - row % 3], strict=True)):
       segments[row, begin:end] = i + 1
       positions[row, begin:end] = np.arange(end - begin)
   last = np.roll(segments, -1, axis=1) != segments
@@ -69,8 +70,10 @@ def lopsided(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(tilt, params)
 
 
-def choices(cfg, mesh=None):
+def choices(run: RunConfig, mesh=None):
   """(params, batch) → every layer's selected keys and chosen experts, rows and slots in order."""
+
+  cfg = run.model
 
   def of(params, batch):
     arguments = batch["tokens"], batch["positions"], batch["segment_ids"]
@@ -86,7 +89,7 @@ def choices(cfg, mesh=None):
   if mesh is None:
     return jax.jit(of)
   specs = param_specs(logical_axes(cfg))
-  rows = jax.eval_shape(of, *_abstract(cfg))
+  rows = jax.eval_shape(of, abstract_params(cfg), packed_batch(run))
   out = {name: jax.sharding.PartitionSpec(*(None,) * (x.ndim - 3), *ROWS) for name, x in rows.items()}
   return jax.jit(jax.shard_map(of, mesh=mesh, in_specs=(specs, ROWS), out_specs=out, check_vma=False))
 
@@ -94,11 +97,6 @@ def choices(cfg, mesh=None):
 def _whole_rows(x, slot_axis: int):
   moved = jnp.moveaxis(x, (slot_axis - 1, slot_axis), (0, 1))
   return jnp.moveaxis(spmd.gather_slots(moved), (0, 1), (slot_axis - 1, slot_axis))
-
-
-def _abstract(cfg):
-  batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in packed_batch(cfg).items()}
-  return abstract_params(cfg), batch
 
 
 def farthest(expected: Any, found: Any) -> tuple[float, str]:
@@ -120,7 +118,7 @@ def farthest(expected: Any, found: Any) -> tuple[float, str]:
 def alone(model: str, accum: int, tilted: bool):
   """(choices, (gradients, metrics), state after the steps, metrics) of one device."""
   run, batch, state, optimizer = _begin(model, accum, tilted)
-  mine = choices(run.model)(state.params, batch)
+  mine = choices(run)(state.params, batch)
   gradients = jax.jit(make_gradients(run))(state.params, batch, jnp.float32(0.3))
   step = make_train_step(run, optimizer)
   history = []
@@ -142,7 +140,7 @@ def _begin(model: str, accum: int, tilted: bool, mesh=None):
   optimizer = make_optimizer(run.optim, run.model, abstract_params(run.model), run.train.steps, mesh=mesh)
   state = init_state(run, optimizer)
   state = state.replace(params=lopsided(state.params) if tilted else state.params)
-  return run, {name: jnp.asarray(x) for name, x in packed_batch(run.model).items()}, state, optimizer
+  return run, {name: jnp.asarray(x) for name, x in packed_batch(run).items()}, state, optimizer
 
 
 def compare(sizes: dict[str, int], model: str = "{}", accum: int = 1, tilted: bool = False) -> dict:
@@ -151,7 +149,7 @@ def compare(sizes: dict[str, int], model: str = "{}", accum: int = 1, tilted: bo
   run, batch, state, optimizer = _begin(model, accum, tilted, mesh)
   state = jax.device_put(state, state_shardings(run, optimizer, mesh))
   batch = jax.device_put(batch, row_sharding(mesh))
-  found = choices(run.model, mesh)(state.params, batch)
+  found = choices(run, mesh)(state.params, batch)
   same = all(np.array_equal(mine[name], np.asarray(found[name])) for name in mine)
   grads = jax.jit(make_gradients(run, mesh))(state.params, batch, jnp.float32(0.3))
   step = make_train_step(run, optimizer, mesh)

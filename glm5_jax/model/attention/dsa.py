@@ -4,8 +4,6 @@ In "dense" mode (pre-training) the indexer's weights exist and rest; in "sparse"
 exact and deterministic, and no gradient passes through it or through the scores.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -21,7 +19,13 @@ from glm5_jax.model.attention.context import (
   write,
 )
 from glm5_jax.model.attention.indexer import Indexer, IndexerInputs, index_scores
-from glm5_jax.model.attention.latent import Latent, attend_selected, attend_visible, project_latent
+from glm5_jax.model.attention.latent import (
+  Latent,
+  attend_causal,
+  attend_selected,
+  attend_visible,
+  project_latent,
+)
 from glm5_jax.parallel import spmd
 from pallas_kernels.topk import topk, topk_mask
 
@@ -55,8 +59,7 @@ class SparseAttention(nn.Module):
       if sparse:
         selection = self._select(inputs, key_BSJ, ctx, cached=cache is not None)
     if not sparse:  # every visible key is kept: exactly dense attention
-      out_BTD = attend_visible(latent, functools.partial(visible, ctx), ctx, cfg)
-      return AttentionOutput(out_BTD, selection, cache)
+      return AttentionOutput(attend_causal(latent, ctx, cfg), selection, cache)
     if selection is None:
       raise ValueError("a shared DSA layer needs the selection of a layer before it that owns an indexer")
     self._record(selection)

@@ -4,6 +4,7 @@ Source: specification of MLA-256 (GLM-5 report §2.1, DeepSeek-V2). Both forms a
 exact arithmetic; which is cheaper depends on how many queries share a key.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.attention.context import AttentionContext, LayerCache, query_blocks, write
+from glm5_jax.model.attention import splash
+from glm5_jax.model.attention.context import AttentionContext, LayerCache, query_blocks, visible, write
 from glm5_jax.model.attention.core import attend, attend_gathered
 from glm5_jax.model.layers import apply_rope, project, rms_norm
 from glm5_jax.model.weights import normal, ones, residual, weight
@@ -77,13 +79,27 @@ def choose_form(cfg: ModelConfig, queries: int, keys: int) -> str:
   return "absorbed" if absorbed < expanded else "expanded"
 
 
-def attend_visible(
-  latent: Latent, visible_fn: VisibleFn, ctx: AttentionContext, cfg: ModelConfig
-) -> jax.Array:
-  """Softmax attention over the keys that `visible_fn` marks; returns the block's output [B, T, D].
+def attend_causal(latent: Latent, ctx: AttentionContext, cfg: ModelConfig) -> jax.Array:
+  """Softmax attention over all earlier keys of the query's document; returns the block's output [B, T, D].
 
   On a mesh with `tensor`, a part of the sum over heads.
   """
+  T, S = ctx.slots_BT.shape[1], ctx.key_segments_BS.shape[1]
+  core = cfg.attention_implementation or ("splash" if jax.default_backend() == "tpu" else "reference")
+  if core == "reference" or ctx.cache_length is not None or not splash.fits(T, S):
+    return attend_visible(latent, functools.partial(visible, ctx), ctx, cfg)
+  dtype = jnp.dtype(cfg.dtype)
+  k, v = _expanded_keys_values(latent, cfg, dtype)
+  segments = ctx.segments_BT, ctx.key_segments_BS
+  scale = cfg.qk_head_dim**-0.5
+  mixed = splash.attend_causal(_expanded_query(latent), k, v, *segments, scale, core == "splash_interpret")
+  return _output(mixed, latent, False, dtype)
+
+
+def attend_visible(
+  latent: Latent, visible_fn: VisibleFn, ctx: AttentionContext, cfg: ModelConfig
+) -> jax.Array:
+  """The same over the keys that `visible_fn` marks."""
   dtype = jnp.dtype(cfg.dtype)
   T, S, C = latent.q_nope_BTNP.shape[1], latent.keys_BSL.shape[1], cfg.kv_lora_rank
   scale = cfg.qk_head_dim**-0.5  # of the expanded head, in both forms
@@ -92,8 +108,7 @@ def attend_visible(
     q_BNTK = _absorbed_query(latent, dtype)
     k, v = latent.keys_BSL, latent.keys_BSL[..., :C]
   else:
-    q_BTNK = jnp.concatenate([latent.q_nope_BTNP, latent.q_rope_BTNR], axis=-1)
-    q_BNTK = jnp.swapaxes(q_BTNK, 1, 2)
+    q_BNTK = _expanded_query(latent)
     k, v = _expanded_keys_values(latent, cfg, dtype)
   blocks = tuple(query_blocks(cfg, ctx))
   masks = tuple(visible_fn(*block) for block in blocks)
@@ -111,6 +126,11 @@ def attend_selected(latent: Latent, indices_BTK: jax.Array, cfg: ModelConfig) ->
   q = _absorbed_query(latent, dtype)
   mixed = attend_gathered(q, keys_BTKL, keys_BTKL[..., :C], valid_BTK, cfg.qk_head_dim**-0.5)
   return _output(mixed, latent, True, dtype)
+
+
+def _expanded_query(latent: Latent) -> jax.Array:
+  """[B, N, T, P + R]."""
+  return jnp.swapaxes(jnp.concatenate([latent.q_nope_BTNP, latent.q_rope_BTNR], axis=-1), 1, 2)
 
 
 def _absorbed_query(latent: Latent, dtype) -> jax.Array:

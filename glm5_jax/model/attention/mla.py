@@ -1,19 +1,11 @@
 """Plain MLA: every query attends to all keys of its document up to itself."""
 
-import functools
-
 import jax
 from flax import linen as nn
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.attention.context import (
-  AttentionContext,
-  AttentionOutput,
-  LayerCache,
-  Selection,
-  visible,
-)
-from glm5_jax.model.attention.latent import attend_visible, project_latent
+from glm5_jax.model.attention.context import AttentionContext, AttentionOutput, LayerCache, Selection
+from glm5_jax.model.attention.latent import attend_causal, project_latent
 
 
 class FullAttention(nn.Module):
@@ -31,5 +23,4 @@ class FullAttention(nn.Module):
     cache: LayerCache | None = None,
   ) -> AttentionOutput:
     latent, cache = project_latent(self, x_BTD, ctx, cache)
-    out_BTD = attend_visible(latent, functools.partial(visible, ctx), ctx, self.cfg)
-    return AttentionOutput(out_BTD, selection, cache)
+    return AttentionOutput(attend_causal(latent, ctx, self.cfg), selection, cache)
