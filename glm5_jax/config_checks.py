@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from glm5_jax.config import MeshConfig, ModelConfig, RunConfig
+from glm5_jax.config import ModelConfig, RunConfig
 from glm5_jax.errors import UserError
 
 # Names of registries that lie above this module; tests hold them equal.
@@ -99,6 +99,8 @@ _BOUNDS: Mapping[str, tuple[float | None, float | None]] = {
   "train.eval_rows": (0, None),
   "train.checkpoint_every": (1, None),
   "train.keep_checkpoints": (1, None),
+  "mesh.dcn_data": (1, None),
+  "mesh.dcn_fsdp": (1, None),
 }
 
 _POSITIVE = (
@@ -283,25 +285,42 @@ def _check_batches(run: RunConfig) -> None:
 
 
 def _check_mesh(run: RunConfig) -> None:
-  sizes = dataclasses.asdict(run.mesh)
+  mesh, model = run.mesh, run.model
+  sizes = {name: size for name, size in dataclasses.asdict(mesh).items() if not name.startswith("dcn_")}
   for axis, size in sizes.items():
     if size != -1 and size < 1:
       _fail(f"mesh.{axis}", size, "at least 1, or -1 for the devices left")
   rest = [axis for axis, size in sizes.items() if size == -1]
   if len(rest) > 1:
     _fail(f"mesh.{rest[1]}", -1, f"a number, since mesh.{rest[0]} already takes the devices left")
-  _divides("mesh.expert", run.mesh.expert, "model.n_routed_experts", run.model.n_routed_experts)
-  _divides("mesh.context", run.mesh.context, "data.seq_len", run.data.seq_len)
-  _divides("mesh.tensor", run.mesh.tensor, "model.num_attention_heads", run.model.num_attention_heads)
-  _check_row_shards(run.mesh, run.train.batch_size // run.train.grad_accum)
+  if mesh.data > 1:
+    _divides("mesh.dcn_data", mesh.dcn_data, "mesh.data", mesh.data)
+  if mesh.fsdp > 1:
+    _divides("mesh.dcn_fsdp", mesh.dcn_fsdp, "mesh.fsdp", mesh.fsdp)
+  _divides("mesh.expert", mesh.expert, "model.n_routed_experts", model.n_routed_experts)
+  if mesh.context > 1 and run.data.seq_len % (2 * mesh.context):
+    right = f"such that 2 · context = {2 * mesh.context} divides data.seq_len={run.data.seq_len}"
+    _fail("mesh.context", mesh.context, f"{right}: each shard takes two pieces of a row")
+  for name in ("num_attention_heads", *_feed_forward_widths(model)):
+    _divides("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))
+  for rows in (run.train.batch_size, *(rows for rows, _ in parse_batch_warmup(run.train.batch_warmup))):
+    _check_row_shards(sizes, rows // run.train.grad_accum)
 
 
-def _check_row_shards(mesh: MeshConfig, rows: int) -> None:
-  """Rows of a micro-batch lie on the axes data and fsdp; an axis of -1 is known only with the devices."""
-  shards = max(mesh.data, 1) * max(mesh.fsdp, 1)
+def _feed_forward_widths(cfg: ModelConfig) -> list[str]:
+  """The fields that say them, of the kinds of layers there are."""
+  kinds = {cfg.is_moe(layer) for layer in range(cfg.num_hidden_layers + cfg.num_nextn_predict_layers)}
+  return ["moe_intermediate_size" if moe else "intermediate_size" for moe in sorted(kinds)]
+
+
+def _check_row_shards(sizes: Mapping[str, int], rows: int) -> None:
+  """Rows of a micro-batch lie on these axes; one of -1 is known only with the devices."""
+  known = {axis: max(sizes[axis], 1) for axis in ("data", "fsdp", "expert")}
+  shards = math.prod(known.values())
   if rows % shards:
-    right = f"such that data · fsdp = {shards} divides the {rows} rows of a micro-batch"
-    _fail("mesh.data" if mesh.data > 1 else "mesh.fsdp", mesh.data if mesh.data > 1 else mesh.fsdp, right)
+    axis = next(axis for axis, size in known.items() if size > 1)
+    right = f"such that data · fsdp · expert = {shards} divides the {rows} rows of a micro-batch"
+    _fail(f"mesh.{axis}", sizes[axis], right)
 
 
 def _divides(field: str, size: int, of: str, total: int) -> None:

@@ -151,8 +151,16 @@ BAD_INPUTS = [
   ({"mesh.fsdp": -1}, "mesh.fsdp=-1", "mesh.data already takes"),
   ({"mesh.expert": 3}, "mesh.expert=3", "model.n_routed_experts=8"),
   ({"mesh.context": 5}, "mesh.context=5", "data.seq_len=64"),
+  ({"mesh.context": 4, "data.seq_len": 36}, "mesh.context=4", "2 · context = 8 divides data.seq_len=36"),
   ({"mesh.tensor": 8}, "mesh.tensor=8", "model.num_attention_heads=4"),
+  ({"mesh.tensor": 4, "model.moe_intermediate_size": 30}, "mesh.tensor=4", "model.moe_intermediate_size=30"),
+  ({"mesh.tensor": 4, "model.intermediate_size": 30}, "mesh.tensor=4", "model.intermediate_size=30"),
   ({"mesh.fsdp": 16}, "mesh.fsdp=16", "8 rows of a micro-batch"),
+  ({"mesh.fsdp": 4, "mesh.expert": 4}, "mesh.fsdp=4", "data · fsdp · expert = 16 divides the 8 rows"),
+  ({"mesh.fsdp": 8, "train.batch_warmup": "4:10"}, "mesh.fsdp=8", "4 rows of a micro-batch"),
+  ({"mesh.dcn_data": 0}, "mesh.dcn_data=0", "at least 1"),
+  ({"mesh.data": 4, "mesh.dcn_data": 3}, "mesh.dcn_data=3", "a divisor of mesh.data=4"),
+  ({"mesh.data": 1, "mesh.fsdp": 4, "mesh.dcn_fsdp": 8}, "mesh.dcn_fsdp=8", "a divisor of mesh.fsdp=4"),
   ({"mesh.data": 8, "train.grad_accum": 2}, "mesh.data=8", "4 rows of a micro-batch"),
 ]
 
@@ -184,7 +192,9 @@ def test_impossible_value_is_refused_in_one_line(fields, named, right):
     {"optim.warmup_steps": 1000, "optim.decay_steps": 1001},
     {"optim.schedule": "dsa_warmup", "optim.peak_lr": 1e-5},  # a stage brings its own rates
     {"train.batch_warmup": "2:10, 4:20", "train.grad_accum": 2},
-    {"mesh.data": 2, "mesh.fsdp": 4, "mesh.expert": 8, "mesh.tensor": 2, "mesh.context": 2},
+    {"mesh.data": 2, "mesh.fsdp": 2, "mesh.expert": 2, "mesh.tensor": 2, "mesh.context": 2},
+    {"mesh.data": 4, "mesh.dcn_data": 2, "mesh.dcn_fsdp": 1},
+    {"mesh.tensor": 4, "model.first_k_dense_replace": 0, "model.intermediate_size": 30},
     {"mesh.data": 1, "mesh.fsdp": -1},
   ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.batch import Batch, target_bytes
@@ -16,7 +17,10 @@ from glm5_jax.errors import UserError
 from glm5_jax.evals.context import EvalContext
 from glm5_jax.losses.cross_entropy import token_log_probs
 from glm5_jax.losses.pretrain import depth_targets
-from glm5_jax.model import forward, head_of
+from glm5_jax.model import forward, head_of, logical_axes
+from glm5_jax.parallel import spmd
+from glm5_jax.parallel.mesh import ROW_AXES, ROWS, replicated, row_sharding
+from glm5_jax.parallel.rules import param_specs
 
 _MAX_EXPONENT = 700.0  # math.exp overflows soon after
 
@@ -37,16 +41,20 @@ def evaluate_lm(
   token_lengths: np.ndarray,
   chunk: int = 1024,
   mtp_depths: int | None = None,
+  mesh: Mesh | None = None,
 ) -> dict[str, float]:
   """Scores of `batches`, each target counted once; compiled once for each (cfg, batch shape).
 
   Rows or whole batches of padding count nothing. Sums are kept in float64.
 
   Args:
-    params: of `cfg`.
+    params: of `cfg`; on a mesh as `parallel.rules` says.
+    batches: all rows of each, also where several processes share the mesh: every one of them calls this
+      with the same batches and has the same scores.
     token_lengths: int32 [ids of the tokeniser], bytes of text of each id (`Tokenizer.token_lengths`).
     chunk: tokens projected to the vocabulary at a time.
     mtp_depths: depths of multi-token prediction to score; None takes what the model is trained with.
+    mesh: of the devices that compute this together; None for one device.
 
   Returns:
     "loss" (nats a token), "perplexity" (its exponential), "bits_per_byte" (summed loss / ln 2 / bytes of the
@@ -62,7 +70,8 @@ def evaluate_lm(
   sums = np.zeros((3, mtp_depths + 1))  # loss, correct, weight of each depth
   size = 0
   for batch in batches:
-    rows = _row_sums(params, cfg, vars(batch), chunk, mtp_depths)
+    arrays = vars(batch) if mesh is None else _on_mesh(batch, mesh)
+    rows = _row_sums(params, cfg, arrays, chunk, mtp_depths, mesh)
     sums += np.asarray(rows, np.float64).sum(axis=-1)
     size += target_bytes(batch, token_lengths)
   if not size:
@@ -80,16 +89,48 @@ def evaluate_lm(
   return {name: float(value) for name, value in (scores | {"tokens": weight[0], "bytes": size}).items()}
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "chunk", "depths"))
+def _on_mesh(batch: Batch, mesh: Mesh) -> dict[str, jax.Array]:
+  """Each device's rows, after padding rows that make them equally many."""
+  shards = math.prod(mesh.shape[axis] for axis in ROW_AXES)
+  fill = -len(batch.tokens) % shards
+
+  def place(rows: np.ndarray) -> jax.Array:
+    padded = np.pad(rows, ((0, fill), (0, 0)))
+    return jax.make_array_from_callback(padded.shape, row_sharding(mesh), lambda index: padded[index])
+
+  return {name: place(rows) for name, rows in vars(batch).items()}
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "chunk", "depths", "mesh"))
 def _row_sums(
-  params: Any, cfg: ModelConfig, batch: dict[str, jax.Array], chunk: int, depths: int
+  params: Any, cfg: ModelConfig, batch: dict[str, jax.Array], chunk: int, depths: int, mesh: Mesh | None
 ) -> jax.Array:
   """float32 [3, depths + 1, B]: loss, correct and weight of each row at each depth, 0 the next token."""
+
+  def of_rows(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    return spmd.psum(_token_sums(params, cfg, batch, chunk, depths), ("context",))
+
+  if mesh is None:
+    return of_rows(params, batch)
+  sums = jax.shard_map(
+    of_rows,
+    mesh=mesh,
+    in_specs=(param_specs(logical_axes(cfg)), ROWS),
+    out_specs=PartitionSpec(None, None, ROW_AXES),
+    check_vma=False,
+  )(params, batch)
+  return jax.lax.with_sharding_constraint(sums, replicated(mesh))  # every process reads all of it
+
+
+def _token_sums(
+  params: Any, cfg: ModelConfig, batch: dict[str, jax.Array], chunk: int, depths: int
+) -> jax.Array:
+  """float32 [3, depths + 1, B], over the tokens of each row that this shard of `context` holds."""
   out = forward(params, cfg, batch["tokens"], batch["positions"], batch["segment_ids"], mtp_depths=depths)
   head_DV = head_of(params, cfg)
 
   def of_depth(hidden_BTD: jax.Array, depth: int) -> jax.Array:
-    targets_BT, weights_BT = depth_targets(batch, depth)
+    targets_BT, weights_BT = map(spmd.take_mine, depth_targets(batch, depth))
     hidden_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     log_probs_M, correct_M = token_log_probs(hidden_MD, head_DV, targets_BT.reshape(-1), chunk)
     # `where`, since a weight of 0 must also silence a log-probability that is not finite.

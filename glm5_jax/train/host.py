@@ -10,24 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from glm5_jax.errors import UserError
+from glm5_jax.parallel.distributed import gather_json
 from glm5_jax.train.checkpoint import SUBFOLDER
 from glm5_jax.train.checkpoint_files import disk_errors
+from glm5_jax.train.placement import largest
 
 _STDERR = 2
 
 
 class StopSignals:
-  """While entered, SIGTERM and SIGINT set `requested`; a second SIGINT raises KeyboardInterrupt.
+  """While entered, SIGTERM and SIGINT ask the run to stop; a second SIGINT raises KeyboardInterrupt.
 
-  Only the main thread can take signals: entered in another one, `requested` stays False.
+  Only the main thread can take signals: entered in another one, none is seen.
   """
 
   def __init__(self) -> None:
-    self.requested = False
-    self.name = ""  # of the first signal
+    self._received = 0  # this process's first signal
+    self._agreed = 0  # the one that all processes know of
     self._previous: dict[int, Any] = {}
+
+  def requested(self, mesh: Mesh | None) -> bool:
+    """Whether this process or another one of the run got a signal. All have to ask together."""
+    self._agreed = self._agreed or largest(self._received, mesh)
+    return self._agreed != 0
+
+  @property
+  def name(self) -> str:
+    """Of the signal for which `requested` is true."""
+    return signal.Signals(self._agreed).name
 
   def __enter__(self) -> "StopSignals":
     if threading.current_thread() is threading.main_thread():
@@ -40,12 +53,33 @@ class StopSignals:
       signal.signal(number, handler)
 
   def _handle(self, number: int, _frame: Any) -> None:
-    if self.requested and number == signal.SIGINT:
+    if self._received and number == signal.SIGINT:
       raise KeyboardInterrupt
-    if not self.requested:
-      self.requested, self.name = True, signal.Signals(number).name
+    if not self._received:
+      self._received = number
       # print may be what the signal interrupted, and cannot be entered twice.
-      os.write(_STDERR, f"{self.name}: saving after the step at hand; Ctrl-C stops at once\n".encode())
+      name = signal.Signals(number).name
+      os.write(_STDERR, f"{name}: saving after the step at hand; Ctrl-C stops at once\n".encode())
+
+
+@contextlib.contextmanager
+def refused_together() -> Iterator[None]:
+  """What one process refuses inside, all refuse at its end; inside, they may not wait for each other.
+
+  Raises:
+    UserError: this process's own, or that of the first process that has one.
+  """
+  mine: UserError | None = None
+  try:
+    yield
+  except UserError as error:
+    mine = error
+  said = gather_json(None if mine is None else str(mine))
+  if mine is not None:
+    raise mine
+  for process, message in enumerate(said):
+    if message is not None:
+      raise UserError(f"process {process}: {message}")
 
 
 @contextlib.contextmanager

@@ -1,22 +1,21 @@
 """A training run from its config: data, steps, evaluation, checkpoints. The same call resumes it.
 
 A run's folder holds config.json (as resolved), the tokeniser, metrics.jsonl, tensorboard/, loss.png,
-checkpoints/, a lock and, where a gradient was not finite, the batch that caused it.
+checkpoints/, a lock and, where a gradient was not finite, the batch that caused it. Several processes of one
+run share the folder: process 0 writes it and reports, checkpoints are written by all.
 """
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.config import RunConfig
 from glm5_jax.data.batch import Batch
-from glm5_jax.data.pipeline import heldout_batches, make_train_iterator
+from glm5_jax.data.pipeline import heldout_batches, make_train_iterator, merge_states
 from glm5_jax.data.records import load_data_tokenizer
 from glm5_jax.errors import UserError
 from glm5_jax.evals.lm import evaluate_lm
@@ -24,15 +23,18 @@ from glm5_jax.model import abstract_params
 from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.optim.guard import SkipCounts
 from glm5_jax.optim.schedules import batch_size_at
+from glm5_jax.parallel.distributed import gather_json
+from glm5_jax.parallel.mesh import describe
 from glm5_jax.text.tokenizer import TOKENIZER_FILES, load_tokenizer
 from glm5_jax.train.checkpoint import SUBFOLDER, Checkpointer, read_description
 from glm5_jax.train.checkpoint_files import disk_errors
 from glm5_jax.train.flops import peak_flops, train_flops_per_token
-from glm5_jax.train.host import ProfileWindow, StopSignals, only_one_in
+from glm5_jax.train.host import ProfileWindow, StopSignals, only_one_in, refused_together
 from glm5_jax.train.metrics import MetricLog, Stopwatch, logged_steps, progress_line, replace_file
+from glm5_jax.train.placement import all_rows, fresh_state, on_devices, parts_of_rows, run_mesh
 from glm5_jax.train.report import METRICS_FILE, plot_loss
 from glm5_jax.train.resume import compare_configs
-from glm5_jax.train.state import TrainState, init_state
+from glm5_jax.train.state import TrainState, abstract_state
 from glm5_jax.train.step import Metrics, make_train_step, mtp_depths
 
 BAD_BATCH = "nonfinite_batch.npz"
@@ -43,29 +45,25 @@ def _print(line: str) -> None:
   print(line, flush=True)  # a log file is watched while the run goes on
 
 
+def _say_nothing(_line: str) -> None:
+  """The report of every process but the first."""
+
+
 def train(run: RunConfig, workdir: str | Path, report: Callable[[str], None] = _print) -> bool:
   """Runs or resumes the stage of `run` in `workdir`. Returns False if a signal stopped it early.
 
-  SIGTERM and SIGINT finish the step at hand, save, and return; a second SIGINT interrupts at once.
+  Runs on all devices, those of other processes too where `parallel.distributed.start` has joined some; all
+  of them call this with the same arguments. A run may go on with other devices, mesh and processes.
+  SIGTERM and SIGINT, to any process, finish the step at hand, save, and return; a second SIGINT interrupts
+  at once.
 
   Raises:
-    UserError: impossible config, data or checkpoint (see the modules that check each), a full disk, too
-      many steps in a row without a finite gradient. What was saved before stays.
+    UserError: impossible config, mesh, data or checkpoint (see the modules that check each), a full disk,
+      too many steps in a row without a finite gradient. What was saved before stays.
   """
   run.validate()
-  _check_devices(run)
   with StopSignals() as stop, contextlib.ExitStack() as stack:
     return _Run(run, Path(workdir), report, stop, stack).loop()
-
-
-def _check_devices(run: RunConfig) -> None:
-  sizes = {name: max(size, 1) for name, size in vars(run.mesh).items()}
-  needed = int(np.prod(list(sizes.values())))
-  if needed > 1:
-    wanted = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    raise UserError(
-      f"config.mesh asks for {needed} devices ({wanted}); training runs on one device here, set 1"
-    )
 
 
 class _Run:
@@ -79,24 +77,35 @@ class _Run:
     stop: StopSignals,
     stack: contextlib.ExitStack,
   ):
-    self.run, self.workdir, self.report, self.stop, self.stack = run, workdir, report, stop, stack
+    self.run, self.workdir, self.stop, self.stack = run, workdir, stop, stack
     self.writes = jax.process_index() == 0  # config, metrics and plots; checkpoints see to it themselves
-    self.tokenizer = load_data_tokenizer(run.data.folder)
-    self.tokenizer.check_fits(run.model.vocab_size, owner=f"config.model ({run.name or 'this run'})")
-    self.data = make_train_iterator(
-      run.data, batch_size_at(run.train, 0), jax.process_index(), jax.process_count()
-    )
-    stack.callback(self.data.close)
-    self._heldout()  # a data folder without held-out text is refused now rather than at the first evaluation
-    self.optimizer = make_optimizer(run.optim, run.model, abstract_params(run.model), run.train.steps)
-    if self.writes:
-      stack.enter_context(only_one_in(workdir))
-      self._check_folder()
+    self.report = report if self.writes else _say_nothing
+    with refused_together():
+      self.mesh = run_mesh(run)
+      self._open_data()
+      self.optimizer = make_optimizer(
+        run.optim, run.model, abstract_params(run.model), run.train.steps, mesh=self.mesh
+      )
+    with refused_together():
+      if self.writes:
+        stack.enter_context(only_one_in(workdir))
+        self._check_folder()
     self.checkpoints = Checkpointer(workdir / SUBFOLDER, run.train.keep_checkpoints, run)
     stack.callback(self.checkpoints.close)
     self.state = self._initial_state()
     self.step = int(self.state.step)
-    self.evaluated_step = self.step if self.step in logged_steps(workdir, HELDOUT) else None
+    evaluated = gather_json(self.step in logged_steps(workdir, HELDOUT))[0]
+    self.evaluated_step = self.step if evaluated else None
+
+  def _open_data(self) -> None:
+    run = self.run
+    self.tokenizer = load_data_tokenizer(run.data.folder)
+    self.tokenizer.check_fits(run.model.vocab_size, owner=f"config.model ({run.name or 'this run'})")
+    mine, parts = parts_of_rows(self.mesh)
+    self.data = make_train_iterator(run.data, batch_size_at(run.train, 0), mine, parts)
+    self.stack.callback(self.data.close)
+    self.readers = parts // len(mine)  # each of which makes as many rows
+    self._heldout()  # a data folder without held-out text is refused now rather than at the first evaluation
 
   def _check_folder(self) -> None:
     """Refuses a folder whose files are no run's, or another's, before anything is written there."""
@@ -116,15 +125,14 @@ class _Run:
 
   def _initial_state(self) -> TrainState:
     """The newest checkpoint's, or a fresh one; data that the run did not begin with is refused."""
-    step = self.checkpoints.latest_step()
+    step = self._latest_step()
     if step is None:
-      # Bound to the device as a restored state is, so that both run the very same compiled step.
-      return jax.device_put(init_state(self.run, self.optimizer), jax.local_devices()[0])
+      return fresh_state(self.run, self.optimizer, self.mesh)
     _, saved, extra = read_description(self.checkpoints.folder, step)
     owner = f"the checkpoint in {self.checkpoints.folder}"
     fingerprint = extra.get("tokenizer", self.tokenizer.fingerprint)
     self.tokenizer.check_fits(self.run.model.vocab_size, fingerprint, owner)
-    abstract = jax.eval_shape(lambda: init_state(self.run, self.optimizer))
+    abstract = abstract_state(self.run, self.optimizer, self.mesh)
     state, data_state, _ = self.checkpoints.restore(step, abstract)
     assert isinstance(data_state, dict)
     self.data.set_state(data_state)
@@ -133,6 +141,15 @@ class _Run:
       changes.append("schedules that are a share of the steps stretch with it")
     self.report(f"resuming from step {step} in {self.workdir}" + "; ".join(["", *changes]))
     return state
+
+  def _latest_step(self) -> int | None:
+    found = gather_json(self.checkpoints.latest_step())
+    if len(set(found)) > 1:
+      raise UserError(
+        f"the processes find different steps in {self.checkpoints.folder} ({', '.join(map(str, found))}); "
+        "--workdir should be on a disk that all of them share"
+      )
+    return found[0]
 
   def loop(self) -> bool:
     train = self.run.train
@@ -144,7 +161,7 @@ class _Run:
       self._evaluate()
     batch = self._fetch()
     self.watch.lap()
-    while self.step < train.steps and not self.stop.requested:
+    while self.step < train.steps and not self._stopping():
       metrics = self._dispatch(batch)
       done, batch = batch, self._fetch(while_running=metrics)
       self._check_finite(done, metrics)
@@ -152,9 +169,9 @@ class _Run:
         self._log(metrics)
       if self.step % train.checkpoint_every == 0 or self.step == train.steps:
         self._save()
-      if self._evaluation_due() and not self.stop.requested:
+      if self._evaluation_due() and not self._stopping():
         self._evaluate()
-    if self.stop.requested:
+    if self._stopping():
       self._save()
     self.checkpoints.wait()
     self._plot()
@@ -176,20 +193,27 @@ class _Run:
       contextlib.closing(MetricLog(self.workdir if self.writes else None, self.step))
     )
     self.profile = self.stack.enter_context(ProfileWindow(run.train.profile_steps, self.workdir / "profile"))
-    self.train_step = make_train_step(run, self.optimizer)
+    self.train_step = make_train_step(run, self.optimizer, self.mesh)
     self.compiled: set[tuple[int, int]] = set()  # batch shapes
     self.watch = Stopwatch()
     self.lap_steps = self.lap_tokens = 0  # since the last logged step
-    self.peak_flops, source = peak_flops(run.model.dtype)
+    peak, source = peak_flops(run.model.dtype)
+    self.peak_flops = peak * jax.device_count()
     self.flops_per_token = train_flops_per_token(run.model, run.data.seq_len, mtp_depths(run))
     weights = sum(x.size for x in jax.tree.leaves(self.state.params))
-    device = jax.local_devices()[0].device_kind
-    idle = f" (1 of {jax.device_count()} devices)" if jax.device_count() > 1 else ""
     rows = f"{run.train.batch_size} rows of {run.data.seq_len} tokens"
     self.report(
-      f"{run.name or 'run'}: {weights / 1e6:,.1f} M parameters, {run.optim.name}, {rows} on {device}{idle}, "
+      f"{run.name or 'run'}: {weights / 1e6:,.1f} M parameters, {run.optim.name}, {rows} on {self._where()}, "
       f"peak {self.peak_flops / 1e12:.3g} TFLOP/s ({source})"
     )
+
+  def _where(self) -> str:
+    """ "TPU v5p", or "8 × TPU v5p in 2 processes (fsdp 4 × expert 2)"."""
+    kind = jax.local_devices()[0].device_kind
+    if self.mesh is None:
+      return kind
+    several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{jax.device_count()} × {kind}{several} ({describe(self.mesh)})"
 
   def _fetch(self, while_running: Metrics | None = None) -> Batch:
     """The batch of the coming step. `self.position` stays before it, for a checkpoint that comes sooner.
@@ -207,27 +231,30 @@ class _Run:
     """Starts a step and returns before it is computed, except for the first of each shape, which compiles."""
     self.profile.before(self.step)
     began = time.perf_counter()
-    self.state, metrics = self.train_step(self.state, _on_device(batch))
+    self.state, metrics = self.train_step(self.state, on_devices(batch, self.mesh))
     if batch.shape not in self.compiled:
       self.compiled.add(batch.shape)
       spent = time.perf_counter() - began
       self.watch.exclude(spent)
-      self.report(f"step for {len(batch.tokens)} rows compiled in {spent:.1f} s")
+      self.report(f"step for {len(batch.tokens) * self.readers} rows compiled in {spent:.1f} s")
     self.step += 1
     self.lap_steps += 1
-    self.lap_tokens += np.count_nonzero(batch.segment_ids) * jax.process_count()
+    self.lap_tokens += int(np.count_nonzero(batch.segment_ids)) * self.readers
     return metrics
 
   def _check_finite(self, batch: Batch, metrics: Metrics) -> None:
     """Waits for the step. Keeps the batch of a skipped one; stops the run after too many in a row."""
+    if self.mesh is not None:
+      jax.block_until_ready(self.state)  # on every device, before another program wants all of them
     skipped = int(metrics["consecutive_skips"])
     self.profile.after(self.step)
     if not skipped:
       return
     path = self.workdir / BAD_BATCH
+    rows = all_rows(batch, self.mesh)
     if self.writes:
       with disk_errors(self.checkpoints.folder, f"writing {path}"):
-        np.savez(path, step=self.step, **vars(batch))
+        np.savez(path, step=self.step, **rows)
     self.report(f"step {self.step}: loss or gradient not finite, update skipped, batch kept in {path}")
     counts = SkipCounts(metrics["skipped"], metrics["consecutive_skips"])
     counts.check(self.run.optim.max_nonfinite, str(path))
@@ -258,32 +285,34 @@ class _Run:
   def _evaluate(self) -> None:
     """Scores the held-out rows; gives up when a signal comes, and the resumed run starts over."""
     run = self.run
-    with self.watch.pause():
-      batches = itertools.takewhile(self._go_on, self._heldout())
-      with contextlib.suppress(_Stopped):
-        scores = evaluate_lm(
-          self.state.params,
-          run.model,
-          batches,
-          self.tokenizer.token_lengths,
-          run.train.loss_chunk,
-          mtp_depths(run),
-        )
-        self.evaluated_step = self.step
-        scores["bpb"] = scores.pop("bits_per_byte")
-        self.log.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
-        self._plot()
-        self._report_scores(scores)
+    with self.watch.pause(), contextlib.suppress(_Stopped):
+      scores = evaluate_lm(
+        self.state.params,
+        run.model,
+        self._until_stopped(self._heldout()),
+        self.tokenizer.token_lengths,
+        run.train.loss_chunk,
+        mtp_depths(run),
+        self.mesh,
+      )
+      self.evaluated_step = self.step
+      scores["bpb"] = scores.pop("bits_per_byte")
+      self.log.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
+      self._plot()
+      self._report_scores(scores)
 
   def _heldout(self) -> Iterator[Batch]:
-    run = self.run
-    rank, count = jax.process_index(), jax.process_count()
-    return heldout_batches(run.data, run.train.batch_size, run.train.eval_rows, rank, count)
+    """All rows of each batch, in every process: to pack them is what costs, and each has to do that."""
+    return heldout_batches(self.run.data, self.run.train.batch_size, self.run.train.eval_rows)
 
-  def _go_on(self, _batch: Batch) -> bool:
-    if self.stop.requested:
-      raise _Stopped
-    return True
+  def _until_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+      if self._stopping():
+        raise _Stopped
+      yield batch
+
+  def _stopping(self) -> bool:
+    return self.stop.requested(self.mesh)
 
   def _report_scores(self, scores: dict[str, float]) -> None:
     accuracy = " ".join(f"{v:.1%}" for name, v in sorted(scores.items()) if "accuracy" in name)
@@ -295,7 +324,8 @@ class _Run:
   def _save(self) -> None:
     with self.watch.pause():
       extra = {"tokenizer": self.tokenizer.fingerprint}
-      self.checkpoints.save(self.step, self.state, self.position, extra)
+      position = merge_states(gather_json(self.position))
+      self.checkpoints.save(self.step, self.state, position, extra)
 
   def _plot(self) -> None:
     """A plot that cannot be written is no reason to stop."""
@@ -310,7 +340,3 @@ class _Run:
 
 class _Stopped(Exception):
   """A signal came in the middle of an evaluation."""
-
-
-def _on_device(batch: Batch) -> dict[str, jax.Array]:
-  return {name: jnp.asarray(value) for name, value in vars(batch).items()}

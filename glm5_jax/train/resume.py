@@ -29,6 +29,8 @@ MAY_CHANGE = frozenset(
     "mesh.expert",
     "mesh.context",
     "mesh.tensor",
+    "mesh.dcn_data",
+    "mesh.dcn_fsdp",
     "model.mla_form",
     "model.query_block",
     "model.moe_implementation",

@@ -134,7 +134,7 @@ def test_a_run_that_explodes_stops_and_names_the_batch(data, tmp_path, command):
     ("--config.optim.warmup_steps=6", ("config.optim.warmup_steps=6", "less than train.steps=6")),
     ("--config.data.folder=nowhere", ("data.folder nowhere does not exist", "launch.prepare")),
     ("--config.model.vocab_size=300", ("tokenizer.model has 360 ids", "model.vocab_size to at least 360")),
-    ("--config.mesh.data=4", ("config.mesh asks for 4 devices (data 4)", "set 1")),
+    ("--config.mesh.data=4", ("config.mesh: data 4 needs 4 devices, 1 found", "JAX_NUM_CPU_DEVICES=4")),
     ("--config.model.hidden_size=32", ("model.hidden_size was 64 and is now 32", "start in another folder")),
   ],
 )
