@@ -138,6 +138,7 @@ def leave(error: BaseException, report: Callable[[BaseException], int]) -> NoRet
     say(STDERR, f"{_group} ends: it {what}")
     code = LOST
   else:
+    _stop_watch.set()  # several may fail at once: each ends with its own report and code
     code = report(error)
     what = f"failed: {_first_line(error)}"
   sys.stdout.flush()

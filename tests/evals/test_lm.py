@@ -1,5 +1,6 @@
 """Scores of held-out rows against numbers known beforehand and a plain count over full logits."""
 
+import json
 import math
 
 import jax
@@ -106,6 +107,31 @@ def test_depths_that_no_document_reaches_are_left_out():
   """Targets exist at depth 1 for documents of 3 tokens, not at depth 2."""
   scores = evaluate_lm(toy.params(CFG), CFG, [make_batch([[3, 3]], rows=4)], LENGTHS)
   assert "mtp_loss_1" in scores and "mtp_loss_2" not in scores and "mtp_accuracy_2" not in scores
+
+
+def test_scores_are_the_same_on_every_mesh(on_devices):
+  """Rows, slots, experts and heads in parts; four rows are filled up where there are eight parts."""
+  code = """
+import json
+import jax
+from glm5_jax.config import MeshConfig
+from glm5_jax.evals.lm import evaluate_lm
+from glm5_jax.model import abstract_params, logical_axes
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.rules import param_shardings
+from tests.evals.test_lm import BATCH, CFG, LENGTHS, toy
+params = toy.params(CFG)
+scores = [evaluate_lm(params, CFG, [BATCH], LENGTHS)]
+for sizes in ({"fsdp": 4, "expert": 2}, {"context": 2, "tensor": 2, "expert": 2}):
+  mesh = make_mesh(MeshConfig(**{"data": 1} | sizes))
+  there = jax.device_put(params, param_shardings(mesh, logical_axes(CFG), abstract_params(CFG)))
+  scores.append(evaluate_lm(there, CFG, [BATCH], LENGTHS, chunk=7, mesh=mesh))
+print(json.dumps(scores))
+"""
+  alone, *others = json.loads(on_devices(code))
+  assert {"mtp_loss_2", "bytes"} <= alone.keys()
+  for scores in others:
+    assert scores == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_model_without_mtp_has_no_depths():
