@@ -1,5 +1,7 @@
 """A run's mesh, and what lies on it: state, batches, a word from every process."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,4 +74,9 @@ def largest(number: int, mesh: Mesh | None) -> int:
   one_each = NamedSharding(mesh, PartitionSpec(AXES))
   mine = np.array([number], np.int32)
   numbers = jax.make_array_from_callback((mesh.size,), one_each, lambda _: mine)
-  return int(jax.jit(jnp.max, out_shardings=replicated(mesh))(numbers))
+  return int(_largest_of(mesh)(numbers))
+
+
+@functools.cache
+def _largest_of(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+  return jax.jit(jnp.max, out_shardings=replicated(mesh))
