@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 CODE := glm5_jax pallas_kernels launch experiments envs tests setup.py
 
-.PHONY: help quickstart test slow-test lint format bench golden clean
+.PHONY: help quickstart test slow-test lint format bench compile-table compile-turn golden clean
 help:
 	@echo "make quickstart   train a small GLM-5 on this machine's own text, evaluate and sample it"
 	@echo "make test         fast tests        make slow-test   the rest"
 	@echo "make lint         style, types, import contract        make format   apply the style"
 	@echo "make bench        speed beside transformers, one table"
+	@echo "make compile-table  the 744B programs compiled for TPU slices, without a TPU; goes on where it stopped"
 	@echo "make golden       rewrite the resolved configs that tests compare with"
 	@echo "make clean        remove the environment, caches and builds (runs/ stays)"
 
@@ -37,6 +38,13 @@ format: $(VENV)/.dev
 bench: $(VENV)/.bench
 	-$(BIN)/python -m experiments.benchmarks.maxtext_peer --install
 	$(BIN)/python -m experiments.benchmarks.table
+
+compile-table: $(VENV)/.dev
+	$(BIN)/python -m experiments.benchmarks.compile_table
+
+# One of them, another after every commit.
+compile-turn: $(VENV)/.dev
+	$(BIN)/python -m experiments.benchmarks.compile_table --turn $$(git rev-list --count HEAD)
 
 golden: $(VENV)/.dev
 	$(BIN)/python -m tests.test_layout

@@ -33,6 +33,8 @@ EXTRAS = {
     "ruff>=0.17.6,<0.18",  # a new minor version formats differently
     "mypy>=2.4.1",
     "import-linter>=2.17",
+    # Compiles for TPU slices on a machine without one; there is none for other systems.
+    "jax[tpu]>=0.10.2; sys_platform == 'linux' and platform_machine == 'x86_64'",
   ],
   # libtpu alone also compiles for TPU topologies ahead of time, on a machine without a TPU.
   "tpu": ["jax[tpu]>=0.10.2"],

@@ -32,7 +32,7 @@ def get_config(version: str = "5") -> RunConfig:
   steps = steps_until(TOKENS)
   return RunConfig(
     name=f"glm{version}_744b",
-    model=MODELS[version]().replace(remat="full"),
+    model=MODELS[version]().replace(remat="full", param_dtype="float32"),
     data=DataConfig(seq_len=SEQ_LEN, packing="truncate", shards=ROW_MULTIPLE),
     optim=OptimConfig(name="muon_split", peak_lr=2e-4, final_lr=4e-5, schedule="cosine", warmup_steps=2000),
     train=TrainConfig(
@@ -47,7 +47,7 @@ def get_config(version: str = "5") -> RunConfig:
       eval_every=1000,
       checkpoint_every=500,
     ),
-    mesh=MeshConfig(data=1, fsdp=-1, expert=8),  # ours
+    mesh=MeshConfig(data=1, fsdp=-1, expert=64),  # ours: four experts a device
   )
 
 

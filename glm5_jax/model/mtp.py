@@ -38,22 +38,51 @@ class MultiTokenPrediction(nn.Module):
     embeddings: for depth 1, 2, …, the embedded tokens that many places ahead, each [B, T, D].
     contexts: one a depth; slots whose token ahead is in another document have segment 0 there.
     """
+    if caches is None and self.cfg.scan_layers and len(embeddings) > 1:
+      return self._scanned(hidden_BTD, embeddings, contexts)
+    block = self._block()  # one, called again and again
+    hiddens, new_caches, total = [], [], None
+    for depth, (embedding_BTD, ctx) in enumerate(zip(embeddings, contexts, strict=True)):
+      cache = None if caches is None else caches[depth]
+      hidden_BTD, cache, aux = self._depth(block, hidden_BTD, embedding_BTD, ctx, cache)
+      hiddens.append(hidden_BTD)
+      new_caches.append(cache)
+      total = aux if total is None else jax.tree.map(jnp.add, total, aux)
+    return hiddens, new_caches, total or {}
+
+  def _scanned(self, hidden_BTD, embeddings, contexts):
+    """The same as a loop in the program: one depth is compiled, whatever their number."""
+
+    def body(module, hidden_BTD, inputs):
+      embedding_BTD, segments_BT = inputs
+      ctx = contexts[0]._replace(segments_BT=segments_BT)  # nothing else differs between depths
+      hidden_BTD, _, aux = module._depth(module._block(), hidden_BTD, embedding_BTD, ctx, None)
+      return hidden_BTD, (hidden_BTD, aux)
+
+    scanned = nn.scan(
+      body,
+      variable_broadcast="params",
+      variable_axes={"intermediates": 0},
+      split_rngs={"params": False},
+    )
+    inputs = jnp.stack(embeddings), jnp.stack([ctx.segments_BT for ctx in contexts])
+    _, (hidden_KBTD, aux) = scanned(self, hidden_BTD, inputs)
+    return list(hidden_KBTD), [None] * len(embeddings), jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)
+
+  def _block(self) -> nn.Module:
+    return remat_block(self.cfg)(self.cfg, block_spec(self.cfg, self.cfg.num_hidden_layers), name="block")
+
+  def _depth(self, block, hidden_BTD, embedding_BTD, ctx: AttentionContext, cache: LayerCache | None):
+    """(hidden of this depth, cache, aux)."""
     cfg, dtype, D = self.cfg, jnp.dtype(self.cfg.dtype), self.cfg.hidden_size
     enorm_D = weight(self, "enorm", (D,), ("embed",), ones, cfg.param_dtype)
     hnorm_D = weight(self, "hnorm", (D,), ("embed",), ones, cfg.param_dtype)
     eh_2DD = weight(self, "eh_proj", (2 * D, D), ("embed_pair", "embed"), normal(cfg), cfg.param_dtype, dtype)
     norm_D = weight(self, "norm", (D,), ("embed",), ones, cfg.param_dtype)
-    block = remat_block(cfg)(cfg, block_spec(cfg, cfg.num_hidden_layers), name="block")
-    hiddens, new_caches, total = [], [], None
-    for depth, (embedding_BTD, ctx) in enumerate(zip(embeddings, contexts, strict=True)):
-      pair = [
-        rms_norm(embedding_BTD, enorm_D, cfg.rms_norm_eps),
-        rms_norm(hidden_BTD, hnorm_D, cfg.rms_norm_eps),
-      ]
-      u_BTD = project(jnp.concatenate(pair, axis=-1), eh_2DD, dtype)
-      u_BTD, _, cache, aux = block(u_BTD, ctx, None, None if caches is None else caches[depth])
-      hidden_BTD = rms_norm(u_BTD, norm_D, cfg.rms_norm_eps)
-      hiddens.append(hidden_BTD)
-      new_caches.append(cache)
-      total = aux if total is None else jax.tree.map(jnp.add, total, aux)
-    return hiddens, new_caches, total or {}
+    pair = [
+      rms_norm(embedding_BTD, enorm_D, cfg.rms_norm_eps),
+      rms_norm(hidden_BTD, hnorm_D, cfg.rms_norm_eps),
+    ]
+    u_BTD = project(jnp.concatenate(pair, axis=-1), eh_2DD, dtype)
+    u_BTD, _, cache, aux = block(u_BTD, ctx, None, cache)
+    return rms_norm(u_BTD, norm_D, cfg.rms_norm_eps), cache, aux

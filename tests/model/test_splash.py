@@ -51,7 +51,7 @@ def test_padding_attends_to_nothing():
     assert np.all(np.asarray(grad)[:, :, 230:] == 0)
 
 
-@pytest.mark.parametrize(("length", "block"), [(128, 128), (384, 384), (4096, 1024), (25_344, 768), (202_752, 1024)])
+@pytest.mark.parametrize(("length", "block"), [(128, 128), (384, 384), (4096, 1024), (25_344, 768)])
 def test_blocks_divide_the_row(length, block):
   assert splash._block(length) == block and length % block == 0
   assert splash.fits(length, length) and not splash.fits(length + 1, length)

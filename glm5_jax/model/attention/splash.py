@@ -49,6 +49,9 @@ def _kernel(heads: int, queries: int, keys: int, interpret: bool):
     block_kv=block_kv,
     block_q_dkv=block_q,
     block_kv_dkv=block_kv,
+    block_kv_dkv_compute=_block(
+      block_kv, BLOCK // 2
+    ),  # a whole tile of gradients does not fit the scratch memory
     block_q_dq=block_q,
     block_kv_dq=block_kv,
   )
@@ -93,6 +96,6 @@ class _Causal(masks.CausalMask):
   __hash__ = masks.CausalMask.__hash__
 
 
-def _block(length: int) -> int:
-  """The largest multiple of LANES up to BLOCK that divides the length."""
-  return max(size for size in range(LANES, min(BLOCK, length) + 1, LANES) if length % size == 0)
+def _block(length: int, most: int = BLOCK) -> int:
+  """The largest multiple of LANES up to `most` that divides the length."""
+  return max(size for size in range(LANES, min(most, length) + 1, LANES) if length % size == 0)

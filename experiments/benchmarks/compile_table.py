@@ -1,0 +1,91 @@
+"""The full-size programs, each compiled for a TPU slice on this machine: does it fit, what does it cost?
+
+  python -m experiments.benchmarks.compile_table                # all that are not in runs/compile yet
+  python -m experiments.benchmarks.compile_table --turn 17      # one of them, another for every number
+
+Every program is a process of its own; what is finished stays when the table is interrupted.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path("runs/compile")
+LIMIT_S = 3600
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Program:
+  """One row: what `launch.compile` is asked for."""
+
+  name: str
+  topology: str
+  flags: tuple[str, ...]
+
+  @property
+  def folder(self) -> Path:
+    return FOLDER / f"{self.name} {self.topology}".replace(" ", "-").replace(":", "-")
+
+  @property
+  def command(self) -> list[str]:
+    return ["launch.compile", f"--topology={self.topology}", *self.flags]
+
+
+PRETRAIN = "--config=experiments/glm5_744b.py"
+PROGRAMS = (
+  Program("pre-training 4K", "v5p:8x8x8", (PRETRAIN, "--rows=512")),
+  Program("pre-training 4K", "tpu7x:4x8x8", (PRETRAIN, "--rows=512")),
+)
+
+
+def compile_one(program: Program) -> None:
+  """Runs the command and keeps its report. Raises SystemExit where it fails."""
+  print(f"{program.name} on {program.topology}: python -m {' '.join(program.command)}", flush=True)
+  parent = program.folder / "report"
+  command = [sys.executable, "-m", *program.command, f"--folder={parent}"]
+  done = subprocess.run(command, timeout=LIMIT_S)
+  if done.returncode:
+    raise SystemExit(done.returncode)
+
+
+def report(program: Program) -> dict | None:
+  found = sorted(program.folder.glob("report/*/compile.json"))
+  return json.loads(found[0].read_text(encoding="utf-8")) if found else None
+
+
+def table() -> str:
+  """Markdown, one row a finished program."""
+  lines = [
+    "| program | slice | memory needed a device | left | cycles (estimate) | compile |",
+    "|---|---|---|---|---|---|",
+  ]
+  for program in PROGRAMS:
+    if found := report(program):
+      needed = found["memory"]["needed"] / GIB
+      lines.append(
+        f"| {program.name} | {program.topology} | {needed:.1f} of {found['hbm_bytes'] / GIB:.1f} GiB "
+        f"| {found['headroom']:.0%} | {found['cycles'] / 1e9:.2f} G, {found['seconds']:.2f} s "
+        f"| {found['compile_seconds'] / 60:.1f} min, {found['peak_rss'] / GIB:.1f} GiB |"
+      )
+  return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--turn", type=int, help="compile the program whose turn it is, finished or not")
+  args = parser.parse_args(argv)
+  if args.turn is not None:
+    compile_one(PROGRAMS[args.turn % len(PROGRAMS)])
+  else:
+    for program in PROGRAMS:
+      if report(program) is None:
+        compile_one(program)
+  print(table())
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""A run's training step compiled for a TPU slice that is not here."""
+
+import copy
+import dataclasses
+
+import jax
+
+from glm5_jax.compiler import Dims, Report, compile_program, parse_topology, topology_devices
+from glm5_jax.config import RunConfig
+from glm5_jax.data.batch import Batch
+from glm5_jax.model import abstract_params
+from glm5_jax.model.plan import layer_plan
+from glm5_jax.optim.groups import make_optimizer
+from glm5_jax.parallel.mesh import check_shapes, describe, make_mesh, row_sharding
+from glm5_jax.train.flops import train_flops_per_token
+from glm5_jax.train.state import abstract_state
+from glm5_jax.train.step import make_train_step, mtp_depths
+
+
+def compile_step(run: RunConfig, topology: str, slices: int = 1, rows: int = 0) -> Report:
+  """What the TPU compiler says of one step of `run` on a slice such as "v5p:8x8x8"; makes no array.
+
+  `rows`: a step of that many rows in one micro-batch; 0 takes those of `run`.
+
+  Raises:
+    UserError: an unknown slice, libtpu is missing, the mesh does not fit the slice or the model does not fit
+      the mesh; its subclass `DoesNotFit` where the program needs more memory than a device has.
+  """
+  place = parse_topology(topology, slices)
+  run = _with_tpu_kernels(run)
+  if rows:
+    run.train = dataclasses.replace(run.train, batch_size=rows, batch_warmup="", grad_accum=1)
+  rows = run.train.batch_size
+  check_shapes(run.mesh, place.devices, rows // run.train.grad_accum, run.data.seq_len)
+  mesh = make_mesh(run.mesh, topology_devices(place))
+  optimizer = make_optimizer(run.optim, run.model, abstract_params(run.model), run.train.steps, mesh=mesh)
+  state = abstract_state(run, optimizer, mesh)
+  tokens = rows * run.data.seq_len
+  return compile_program(
+    make_train_step(run, optimizer, mesh),
+    (state, _abstract_batch(rows, run.data.seq_len, row_sharding(mesh))),
+    place,
+    mesh,
+    model_flops=tokens * train_flops_per_token(run.model, run.data.seq_len, mtp_depths(run)),
+    title=f"{run.name or 'run'}: {rows} rows of {run.data.seq_len:,} tokens on {describe(mesh)}",
+    dims=_dims(run),
+  )
+
+
+def _with_tpu_kernels(run: RunConfig) -> RunConfig:
+  """The implementations that a TPU would pick; here the back end that picks is a CPU."""
+  run, model = copy.deepcopy(run), run.model
+  run.model = model.replace(
+    attention_implementation=model.attention_implementation or "splash",
+    moe_implementation=model.moe_implementation or "megablox",
+  )
+  return run
+
+
+def _abstract_batch(rows: int, length: int, sharding) -> dict[str, jax.ShapeDtypeStruct]:
+  names = [field.name for field in dataclasses.fields(Batch)]
+  dtypes = dict.fromkeys(names, "int32") | {"weights": "float32"}
+  return {name: jax.ShapeDtypeStruct((rows, length), dtypes[name], sharding=sharding) for name in names}
+
+
+def _dims(run: RunConfig) -> Dims:
+  model = run.model
+  stacks = tuple(segment.repeats for segment in layer_plan(model) if segment.stacked)
+  return Dims(model.vocab_size, model.hidden_size, run.data.seq_len, stacks, max(run.mesh.tensor, 1))
+
+
+def report_name(run: RunConfig, topology: str) -> str:
+  """A folder's name for the report of this run on this slice."""
+  return f"{run.name or 'run'}-{topology}".replace(":", "-")
