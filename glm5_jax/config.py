@@ -85,7 +85,7 @@ class ModelConfig:
   param_dtype: str = "bfloat16"  # weights at rest
   router_param_dtype: str = ""  # "" follows param_dtype; GLM-5.2 keeps router weights in float32
   scan_layers: bool = True  # stack equal layers and scan; False unrolls (small models, decoding)
-  remat: str = "none"  # "none" | "full" | "dots": what the backward pass recomputes
+  remat: str = "none"  # or a name of model.block.REMAT: what the backward pass is given, what it recomputes
 
   def __post_init__(self):
     # Flags and JSON hand over lists or single numbers; hashing needs tuples.

@@ -26,6 +26,7 @@ SCHEDULES = (  # optim.schedules: SHAPES and STAGES
 )
 WARMING_SCHEDULES = ("cosine", "linear", "pretrain")  # those that warm up before they decay
 DTYPES = ("bfloat16", "float32")
+REMAT = ("full", "dots", "attention", "offload")  # model.block.REMAT
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
   "model.scoring_func": ("sigmoid",),
@@ -39,7 +40,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
   "model.dtype": DTYPES,
   "model.param_dtype": DTYPES,
   "model.router_param_dtype": ("", *DTYPES),
-  "model.remat": ("none", "full", "dots"),
+  "model.remat": ("none", *REMAT),
   "data.packing": ("truncate", "best_fit"),
   "optim.name": ("muon_split", "muon", "adamw"),
   "optim.schedule": SCHEDULES,

@@ -216,11 +216,13 @@ def test_tables_of_checks_name_fields_that_exist():
 
 def test_letters_and_names_are_those_of_the_registries():
   from glm5_jax.model.attention import ATTENTION
+  from glm5_jax.model.block import REMAT
   from glm5_jax.optim import schedules
   from pallas_kernels.grouped_matmul import api as grouped_matmul
   from pallas_kernels.topk import api as topk
 
   assert set(config_checks.ATTENTION_LETTERS) == set(ATTENTION)
+  assert set(config_checks.REMAT) == set(REMAT)
   assert (*schedules.SHAPES, *schedules.STAGES) == config_checks.SCHEDULES
   stages = schedules.STAGES.items()
   warming = [name for name, stage in stages if stage.warmup and stage.shape != "constant"]

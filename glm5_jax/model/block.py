@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.model.attention import ATTENTION
@@ -15,6 +16,9 @@ from glm5_jax.model.weights import ones, weight
 from glm5_jax.parallel import spmd
 
 Aux = dict[str, jax.Array]
+
+# Names of activations that a rematerialisation policy may keep or move.
+INPUT, ATTENDED = "block_input", "block_attended"
 
 
 class Block(nn.Module):
@@ -32,12 +36,13 @@ class Block(nn.Module):
     cache: LayerCache | None = None,
   ) -> tuple[jax.Array, Selection | None, LayerCache | None, Aux]:
     cfg, spec, D = self.cfg, self.spec, self.cfg.hidden_size
+    x_BTD = checkpoint_name(x_BTD, INPUT)
     attn_norm_D = weight(self, "attn_norm", (D,), ("embed",), ones, cfg.param_dtype)
     mlp_norm_D = weight(self, "mlp_norm", (D,), ("embed",), ones, cfg.param_dtype)
     with jax.named_scope("attention"):
       attention = ATTENTION[spec.attention](cfg, spec.owns_indexer, name="attn")
       attended = attention(rms_norm(x_BTD, attn_norm_D, cfg.rms_norm_eps), ctx, selection, cache)
-      x_BTD = x_BTD + spmd.psum(attended.out_BTD, ("tensor",))
+      x_BTD = checkpoint_name(x_BTD + spmd.psum(attended.out_BTD, ("tensor",)), ATTENDED)
     h_BTD = rms_norm(x_BTD, mlp_norm_D, cfg.rms_norm_eps)
     aux: Aux = {}
     with jax.named_scope("feed_forward"):
@@ -75,8 +80,22 @@ class Unit(nn.Module):
 
 
 def remat_block(cfg: ModelConfig) -> Any:
-  """Block, wrapped by the config's rematerialisation policy."""
-  policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+  """Block, wrapped by the config's rematerialisation policy, a name of REMAT."""
   if cfg.remat == "none":
     return Block
-  return nn.remat(Block, policy=policies[cfg.remat], prevent_cse=not cfg.scan_layers)
+  return nn.remat(Block, policy=REMAT[cfg.remat], prevent_cse=not cfg.scan_layers)
+
+
+_policies = jax.checkpoint_policies
+# What the backward pass is given; it computes the rest again.
+REMAT: dict[str, Any] = {
+  "full": None,  # each layer's input
+  "dots": _policies.dots_with_no_batch_dims_saveable,  # and the results of matmuls with weights
+  "attention": _policies.save_only_these_names(INPUT, ATTENDED),  # and what attention returned
+  "offload": _policies.save_and_offload_only_these_names(  # each layer's input, in the host's memory
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+  ),
+}

@@ -114,7 +114,10 @@ def test_scanned_and_unrolled_layers_agree(scanned):
   toy.close(flat_grads, unstack(grads, cfg)[0], 2e-5)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  "remat",
+  ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dots", "attention", "offload"))],
+)
 def test_rematerialisation_changes_no_gradient(scanned, remat):
   cfg, params, right = scanned
   toy.close(gradients(cfg.replace(remat=remat), params), right, 1e-5)
