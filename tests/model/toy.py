@@ -69,7 +69,17 @@ def observed(cfg, tokens_BT, segments_BT=None, positions_BT=None, weights=None, 
     (segment, block), index = plan.locate(cfg, layer)
     sown = state["intermediates"][segment][block]
     layers.append(jax.tree.map(lambda x, i=index: np.asarray(x if i is None else x[i]), sown))
+  if mtp_depths > 1 and cfg.scan_layers:  # one stacked entry, where a loop in Python leaves one a depth
+    layers[-1] = jax.tree.map(tuple, layers[-1], is_leaf=lambda x: isinstance(x, np.ndarray))
+    layers[-1] = _joined(layers[-1])
   return out, layers
+
+
+def _joined(tree):
+  """Tuples of one tuple as that tuple."""
+  if isinstance(tree, dict):
+    return {name: _joined(value) for name, value in tree.items()}
+  return tree[0]
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
