@@ -18,6 +18,7 @@ BITS = {
 }
 HOST_SPACE = 5  # the memory space that the TPU compiler prints as S(5)
 
+_END = re.compile(r"\}(, execution_thread.*)?$")  # of a computation; a Pallas call may print a line "}}, …"
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-<>~]+) = ")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-<>~]+) \(.*\{\s*$")
@@ -160,7 +161,7 @@ def parse_module(text: str) -> Module:
   current: Computation | None = None
   entry = ""
   for line in _whole_lines(text):
-    if line.startswith("}"):
+    if _END.match(line):
       current = None
     elif current is None:
       if (head := _COMPUTATION.match(line)) and " -> " in line:
@@ -177,7 +178,7 @@ def _whole_lines(text: str):
   """Lines, with those that the printer breaks (inside metadata of kernels) joined again."""
   pending = ""
   for line in text.splitlines():
-    begins = line.startswith("}") or _INSTRUCTION.match(line) or (line[:1] not in (" ", "") and pending == "")
+    begins = _END.match(line) or _INSTRUCTION.match(line) or (line[:1] not in (" ", "") and pending == "")
     if begins or (line.endswith("{") and " -> " in line):
       if pending:
         yield pending

@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import jax
 
 from glm5_jax.compiler import Dims, Report, compile_program, parse_topology, topology_devices
+from glm5_jax.compiler.cost import Kernel
 from glm5_jax.config import RunConfig
 from glm5_jax.data.batch import Batch
 from glm5_jax.model import abstract_params
@@ -42,9 +44,30 @@ def compile_step(run: RunConfig, topology: str, slices: int = 1, rows: int = 0) 
     place,
     mesh,
     model_flops=tokens * train_flops_per_token(run.model, run.data.seq_len, mtp_depths(run)),
+    priced_kernels=SPLASH,
     title=f"{run.name or 'run'}: {rows} rows of {run.data.seq_len:,} tokens on {describe(mesh)}",
     dims=_dims(run),
   )
+
+
+def _splash_flops(products: int) -> Callable[[Kernel], float]:
+  """Of a splash kernel that makes so many products of [T, S] by the head width, half of each masked away."""
+
+  def flops(kernel: Kernel) -> float:
+    queries, keys = [
+      shape.dims for shape in kernel.operands if shape.dtype == "bf16" and len(shape.dims) == 3
+    ][:2]
+    heads, T, width = queries
+    return float(products * heads * T * keys[1] * width)
+
+  return flops
+
+
+SPLASH = {
+  "splash_mha_fwd": _splash_flops(2),
+  "splash_mha_dq": _splash_flops(3),
+  "splash_mha_dkv": _splash_flops(4),
+}
 
 
 def _with_tpu_kernels(run: RunConfig) -> RunConfig:

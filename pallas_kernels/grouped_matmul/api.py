@@ -17,6 +17,7 @@ IMPLEMENTATIONS: dict[str, Any] = {
   "megablox": megablox,
   "megablox_interpret": megablox.Interpreted,
 }
+RUN_ANYWHERE = tuple(name for name in IMPLEMENTATIONS if name != "megablox")
 BY_BACKEND = {"cpu": "blocks", "tpu": "megablox"}
 
 

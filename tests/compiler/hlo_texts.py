@@ -193,8 +193,8 @@ ENTRY %main (p: pred[], x: f32[8,128], h: f32[64,128]) -> f32[8,128] {{
   %sort.3 = f32[8,128]{{1,0:T(8,128)}} sort(%x), dimensions={{1}}, to_apply=%less, metadata={{op_name="jit(f)/sort"}}
   %buffer = f32[8,128] custom-call(), custom_call_target="AllocateBuffer"
   %splash.1 = f32[8,128]{{1,0}} custom-call(%sort.3), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/attend/pallas_call"}}, frontend_attributes={{kernel_metadata={{
-   "name": "splash (causal)"
-  }}}}, backend_config={{"custom_call_config":{{"body":"TUzv("}}}}
+"name": "splash (causal)"
+}}}}, backend_config={{"custom_call_config":{{"body":"TUzv("}}}}
   %gmm.1 = f32[8,128]{{1,0}} custom-call(%splash.1), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/moe/pallas_call"}}, backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"4096","transcendentals":"0"}}}}}}
   %gmm.2 = f32[8,128]{{1,0}} custom-call(%gmm.1), custom_call_target="tpu_custom_call", metadata={{op_name="jit(f)/moe/pallas_call"}}, backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"4096","transcendentals":"0"}}}}}}
   %silent = f32[8,128]{{1,0}} fusion(%gmm.2), kind=kCustom, calls=%cheap, backend_config={{"window_config":{{"estimated_cycles":"9223372036854775807"}}}}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.model.moe import MoE
-from pallas_kernels.grouped_matmul.api import IMPLEMENTATIONS
+from pallas_kernels.grouped_matmul.api import RUN_ANYWHERE
 from tests.model import toy
 
 CFG = toy.config(n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, hidden_size=12)
@@ -80,7 +80,7 @@ def expected(shape):
 
 
 @pytest.mark.parametrize("shape", [FEW, (1, 1), MANY], ids=["few tokens", "one token", "many tokens"])
-@pytest.mark.parametrize("implementation", ["", *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", ["", *RUN_ANYWHERE])
 def test_equals_token_by_token(shape, implementation):
   x, cotangent, valid = inputs(shape)
   (_, (y, _, _)), grads = run(CFG.replace(moe_implementation=implementation), weights(), x, cotangent, valid)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment
-from pallas_kernels.grouped_matmul.api import IMPLEMENTATIONS
+from pallas_kernels.grouped_matmul.api import RUN_ANYWHERE
 
 E = 5
 # Rows, group sizes, the multiple they are promised to be of: balanced, unbalanced, with empty groups, with
@@ -25,8 +25,7 @@ CASES = {
 WIDTHS = [(96, 192), (7, 129), (128, 100)]
 
 
-# "megablox" itself runs on a TPU alone; tests/compiler compiles it for one.
-@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "megablox"])
+@pytest.fixture(params=RUN_ANYWHERE)
 def implementation(request):
   return request.param
 
@@ -135,7 +134,7 @@ def test_bfloat16_accumulates_in_float32(implementation):
 def test_any_group_sizes(sizes, seed):
   x, w, grad = operands(40, 6, 5, seed=seed)
   right = by_hand(x, w, sizes), *gradients_by_hand(x, w, sizes, grad)
-  for implementation in IMPLEMENTATIONS:
+  for implementation in RUN_ANYWHERE:
     left = run(x, w, np.array(sizes, np.int32), grad, implementation, 1)
     for a, b in zip(left, right, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-4, err_msg=implementation)

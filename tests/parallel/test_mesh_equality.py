@@ -14,7 +14,7 @@ FAST = ("expert=2,context=2,data=2", "fsdp=2,tensor=2,expert=2,accum=2,tilted=1"
 SPLASH_HEADS = "qk_nope_head_dim=64,qk_rope_head_dim=64,v_head_dim=128"
 SLOW = (
   *("data=8", "fsdp=8", "expert=8", "context=4", "tensor=4"),
-  *("fsdp=4,expert=2,accum=4", "fsdp=4,tensor=2", "data=2,context=4,tilted=1", "expert=4,context=2"),
+  *("fsdp=4,expert=2,accum=4,rows=32", "fsdp=4,tensor=2", "data=2,context=4,tilted=1", "expert=4,context=2"),
   *(
     "fsdp=2,context=2,tensor=2,num_hidden_layers=4",
     "expert=2,tensor=2,num_hidden_layers=5,index_topk_freq=2",
