@@ -5,7 +5,6 @@
 reserved for pipeline stages. Later axes lie on neighbouring chips.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -99,7 +98,7 @@ def describe(mesh: Mesh) -> str:
 
 def check_shapes(cfg: MeshConfig, devices: int, rows: int, length: int) -> None:
   """Raises UserError unless `rows` of a micro-batch and the tokens of a row divide over the mesh."""
-  sizes = axis_sizes(dataclasses.replace(cfg), devices)
+  sizes = axis_sizes(cfg, devices)
   shards = math.prod(sizes[axis] for axis in ROW_AXES)
   if rows % shards:
     parts = " · ".join(f"{axis} {sizes[axis]}" for axis in ROW_AXES)
