@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.topk.bits import pack
+
 
 def clean(scores: jax.Array) -> jax.Array:
   """NaN → −∞ and −0.0 → +0.0, so that every comparison has one answer."""
@@ -39,6 +41,11 @@ def topk_mask(scores: jax.Array, k: int) -> jax.Array:
   crowded = jnp.any(jnp.sum(equal, axis=-1, keepdims=True, dtype=jnp.int32) > wanted)
   equal = jax.lax.cond(crowded, _first_of_each_row, lambda mask, _: mask, equal, wanted)
   return (above | equal) & (scores > -jnp.inf)
+
+
+def topk_bits(scores: jax.Array, k: int) -> jax.Array:
+  """See api.topk_bits."""
+  return pack(topk_mask(scores, k))
 
 
 def _ordered_int(scores: jax.Array) -> jax.Array:
