@@ -93,10 +93,9 @@ def read_program(name: str, text: str) -> Program | None:
   ]
   loops.sort(key=lambda loop: (loop.begin, -loop.end))
   start = loops[0].begin if loops else len(bundles)
+  end = max((loop.end for loop in loops), default=len(bundles) * 9 // 10)
   # The second core of two leaves at once, from before any loop to behind all of them.
-  leaves = any(
-    i < start and int(branch["target"]) >= (loops[0].end if loops else i) for i, branch in branches
-  )
+  leaves = any(i < start and int(branch["target"]) >= end for i, branch in branches)
   return Program(name, len(bundles), tuple(loops), "core id" in bundles[0] and leaves)
 
 
