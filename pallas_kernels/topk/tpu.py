@@ -49,59 +49,50 @@ def topk_bits(scores: jax.Array, k: int, interpret: Any = False) -> jax.Array:
   """See api.topk_bits."""
   *lead, S = scores.shape
   rows = scores.reshape(-1, S)
-  R, chunks = rows.shape[0], -(-S // CHUNK)
+  R, chunks = rows.shape[0], pl.cdiv(S, CHUNK)
   groups = max(1, min(GROUPS, GROUPED_POSITIONS // (chunks * CHUNK), pl.cdiv(R, 2 * vmem.ROWS)))
+  layout = vmem.Layout(groups, chunks)
   block = groups * vmem.ROWS
-  keys = groups * vmem.ROWS * chunks * CHUNK * 4
   packed = pl.pallas_call(
-    functools.partial(_kernel, k=k, width=S, groups=groups, chunks=chunks),
+    functools.partial(_kernel, k=k, width=S, layout=layout),
     name="topk",
     grid=(pl.cdiv(R, block),),
     in_specs=[pl.BlockSpec((block, chunks * CHUNK), lambda i: (i, 0))],
     out_specs=pl.BlockSpec((block, chunks * LANES), lambda i: (i, 0)),
     out_shape=jax.ShapeDtypeStruct((R, chunks * LANES), jnp.int32),
-    scratch_shapes=[
-      pltpu.VMEM((groups * chunks * vmem.CHUNK_LINES, LANES), jnp.int32),
-      pltpu.VMEM((vmem.scratch_lines(chunks), LANES), jnp.int32),
-      pltpu.VMEM((vmem.scratch_lines(chunks), LANES), jnp.int32),
-    ],
+    scratch_shapes=[pltpu.VMEM(layout.keys, jnp.int32), pltpu.VMEM(layout.equal, jnp.int32)],
     compiler_params=pltpu.CompilerParams(
       # Two cores of a v5p share the rows; blocks are fetched and written while another is worked on.
       dimension_semantics=("parallel",),
-      vmem_limit_bytes=3 * keys + keys // 8 + VMEM_SPARE,
+      vmem_limit_bytes=3 * layout.scratch_bytes + VMEM_SPARE,
     ),
     interpret=interpret,
   )(rows)
   return packed.reshape(*lead, chunks * LANES)
 
 
-def _kernel(scores_ref, out_ref, keys_ref, bits_ref, equal_ref, *, k, width, groups, chunks) -> None:
-  bases = [g * chunks * vmem.CHUNK_LINES for g in range(groups)]
-  for g, base in enumerate(bases):
-    _fill(scores_ref, keys_ref, base, g * vmem.ROWS, width, chunks)
-  unroll = next(u for u in (4, 2, 1) if chunks % u == 0)
-  found = vmem.thresholds(keys_ref, bases, chunks, k, unroll)
-  for g, (base, (threshold, wanted)) in enumerate(zip(bases, found, strict=True)):
-    vmem.write_bits(keys_ref, base, bits_ref, equal_ref, chunks, threshold, wanted)
-    for chunk in range(chunks):
-      place = slice(chunk * LANES, (chunk + 1) * LANES)
-      out_ref[g * vmem.ROWS : (g + 1) * vmem.ROWS, place] = bits_ref[vmem.lines(chunk * vmem.ROWS), :]
+def _kernel(scores_ref, out_ref, keys_ref, equal_ref, *, k, width, layout) -> None:
+  for group in range(layout.groups):
+    _fill(scores_ref, keys_ref, group, width, layout)
+  vmem.select(keys_ref, out_ref, equal_ref, layout, (0, layout.chunks), k)
 
 
-def _fill(scores_ref, keys_ref, base, row, width, chunks) -> None:
-  """Keys of 8 rows from `row`; what the block holds beyond the row's width is no key."""
+def _fill(scores_ref, keys_ref, group, width, layout) -> None:
+  """Keys of a group of 8 rows; what the block holds beyond the row's width is no key."""
   lane = jax.lax.broadcasted_iota(jnp.int32, (vmem.ROWS, LANES), 1)
+  rows = slice(group * vmem.ROWS, (group + 1) * vmem.ROWS)
 
-  def fill(chunk, _):
+  def fill(chunk, carry):
     for i in range(TILES):
       first = pl.multiple_of(chunk * CHUNK + i * LANES, LANES)
-      keys = vmem.ordered_keys(scores_ref[row : row + vmem.ROWS, pl.ds(first, LANES)])
+      keys = vmem.ordered_keys(scores_ref[rows, pl.ds(first, LANES)])
       if width % CHUNK:
         keys = jnp.where(lane + first < width, keys, vmem.EMPTY)
-      keys_ref[vmem.lines(base + chunk * vmem.CHUNK_LINES + i * vmem.ROWS), :] = keys
-    return _
+      at = layout.base(group) + chunk * vmem.CHUNK_LINES + i * vmem.ROWS
+      keys_ref[vmem.lines(at), :] = keys
+    return carry
 
-  jax.lax.fori_loop(0, chunks, fill, 0)
+  jax.lax.fori_loop(0, layout.chunks, fill, 0)
 
 
 def _expand(packed: jax.Array, positions: int, interpret: Any) -> jax.Array:
