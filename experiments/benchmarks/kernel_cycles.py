@@ -3,6 +3,7 @@
   python -m experiments.benchmarks.kernel_cycles                        # every row, about ten minutes
   python -m experiments.benchmarks.kernel_cycles --only top --on v5p    # rows with "top" in the task or name
 
+"its products" are the matrix products of the task at the peak of the matrix units.
 A kernel, and a sort, costs its VLIW bundles times the bounds of its loops, or the time its operands and
 results take from and to memory if that is longer; every other instruction what the compiler estimates.
 Figures are of one device: a v5p chip with both cores, one of the two of a tpu7x chip. Deterministic.
@@ -24,6 +25,7 @@ from experiments.benchmarks.bundles import DUMP_FLAGS, Program, read_folder
 FOLDER = Path("runs/kernels")
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 LIMIT_S = 900
+TRANSFER_LOOP = 12  # bundles; shorter loops without a bound pass on a transfer in pieces
 Result = dict
 
 
@@ -51,6 +53,7 @@ def measure(index: int, generation: str) -> Result:
     "parts": dict(sorted(parts.items(), key=lambda part: -part[1])),
     "one_core": one_core,
     "compile_s": seconds,
+    "matmul_cycles": row.flops and row.flops / topology.generation.flops_per_cycle,
     "temporary_bytes": getattr(compiled.memory_analysis(), "temp_size_in_bytes", None),
   }
 
@@ -80,15 +83,16 @@ def kernel_cycles(program: Program, trips: dict[str, tuple[float, ...]]) -> floa
   """Bundles times bounds; `trips` as in kernel_rows.Row.
 
   Raises:
-    ValueError: more trip counts are given than there are loops that need one.
+    ValueError: as many trip counts are needed as there are loops of that kind and more than a few bundles.
   """
-  given = next((counts for part, counts in trips.items() if part in program.name), ())
   unknown = [loop for loop in program.loops if loop.bound is None]
-  if len(given) > len(unknown):
-    raise ValueError(f"{program.name}: {len(given)} trip counts for {len(unknown)} loops that need one")
-  largest = sorted(unknown, key=lambda loop: loop.begin - loop.end)
-  counts = {loop: float(count) for loop, count in zip(largest, given, strict=False)}
-  return program.cycles([counts.get(loop, 1.0) for loop in unknown])
+  large = [loop for loop in unknown if loop.end - loop.begin >= TRANSFER_LOOP]
+  given = next((counts for part, counts in trips.items() if part in program.name), ())
+  if len(given) != len(large):
+    sizes = [loop.end - loop.begin for loop in large]
+    raise ValueError(f"{program.name}: {len(given)} trip counts for loops of {sizes} bundles")
+  counts = dict(zip(large, given, strict=True))
+  return program.cycles([counts.get(loop, 1) for loop in unknown])
 
 
 def measure_apart(index: int, generation: str) -> Result:
@@ -130,6 +134,8 @@ def _cell(results, first, row, generation: str) -> str:
   if not result:
     return "–"
   times = f" ({result['cycles'] / base['cycles']:.2f} ×)" if base.get("cycles") and row != first else ""
+  matmul = result.get("matmul_cycles")
+  times += f", {result['cycles'] / matmul:.2f} × its products" if matmul else ""
   half = ", one core" if result["one_core"] else ""
   return f"{result['cycles']:,.0f}{times}{half}, {result['compile_s']:.1f} s"
 

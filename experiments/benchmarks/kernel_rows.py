@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lightning_indexer import select, select_paged
 from pallas_kernels.topk import topk, topk_bits, topk_mask
 
 Array = tuple[tuple[int, ...], str]  # shape and dtype
@@ -20,8 +21,9 @@ class Row:
   Attributes:
     task: rows of a task stand together and are compared with its first.
     arguments: of `function`, by shape and dtype.
-    trips: of kernels' loops whose trip count depends on data, by a part of the kernel's name, those of the
-      loops with the most bundles first; a loop without a number counts once (a transfer in pieces).
+    trips: of kernels' loops whose trip count depends on data, in the order of the program, by a part of the
+      kernel's name. Loops of a few bundles, transfers in pieces, count once and are not among them.
+    flops: of the matrix products that the task cannot do without, for the time that they take at peak.
     note: what the trips stand for.
   """
 
@@ -30,6 +32,7 @@ class Row:
   function: Callable[..., Any]
   arguments: tuple[Array, ...]
   trips: tuple[tuple[str, tuple[float, ...]], ...] = ()
+  flops: float | None = None
   note: str = ""
 
 
@@ -50,6 +53,63 @@ def _indices(scores, k, implementation):
   return topk(scores, k, implementation)[1]
 
 
+LONG, HEADS, WIDTH = 131_072, 32, 128
+SQUARE = f"indexer of a causal square of {LONG:,}, {HEADS} heads × {WIDTH}, bfloat16, top {K:,}"
+SQUARE_ARGUMENTS = (
+  ((1, LONG, HEADS, WIDTH), "bfloat16"),
+  ((1, LONG, HEADS), "float32"),
+  ((1, LONG, WIDTH), "bfloat16"),
+  ((1, LONG), "int32"),
+  ((1, LONG), "int32"),
+  ((1, LONG), "int32"),
+)
+SQUARE_FLOPS = LONG**2 / 2 * HEADS * WIDTH * 2
+DECODE = f"indexer of 64 sequences at {LONG:,}, one query each, top {K:,}"
+
+
+def _square(implementation: str) -> Callable[..., Any]:
+  def run(query, gate, key, slots, segments, key_segments):
+    return select(query, gate, key, K, slots, segments, key_segments, implementation)
+
+  return run
+
+
+def _square_trips() -> tuple[float, ...]:
+  """Averages over blocks of 64 queries, of which the i-th sees 64 · (i + 1) keys.
+
+  Tiles of 512 scored; none cleared before and some behind; chunks of 4,096 counted, packed and finished,
+  between which those with the cut are looked for by eights.
+  """
+  seen = [64 * (i + 1) for i in range(LONG // 64)]
+  tiles, chunks, eights = (
+    sum(-(-keys // size) for keys in seen) / len(seen) for size in (512, 4096, 8 * 4096)
+  )
+  return tiles, 0, 8 * chunks - tiles, chunks, chunks, eights, chunks
+
+
+def _paged(query, gate, key_pages, page_table, slots):
+  return select_paged(query, gate, key_pages, page_table, slots, K, "tpu")
+
+
+def _decode(page: int, note: str = "") -> Row:
+  """64 sequences of full length in pages; a program has 8 of them: 64 tiles of 2,048 keys, 32 chunks each."""
+  pages = LONG // page
+  return Row(
+    DECODE,
+    f"ours, pages of {page}",
+    _paged,
+    (
+      ((64, 1, HEADS, WIDTH), "bfloat16"),
+      ((64, 1, HEADS), "float32"),
+      ((64 * pages, page, WIDTH), "bfloat16"),
+      ((64, pages), "int32"),
+      ((64, 1), "int32"),
+    ),
+    (("lightning_indexer_paged", (32, *[64] * 8, 8, 32, 4, 32)),),
+    note=note,
+  )
+
+
 ROWS = (
   Row(TOPK, "ours, bits", _of(topk_bits, "tpu"), SCORES),
   Row(TOPK, "ours, bool mask", _of(topk_mask, "tpu"), SCORES),
@@ -60,10 +120,22 @@ ROWS = (
     _of(topk, "tpu"),
     SCORES,
     (("topk_values", (4,)),),
-    "256 neighbouring selected positions of 8 rows span up to 4 · 8,192 of the row's positions; at most 16",
+    note="256 neighbouring selected positions of 8 rows span 4 · 8,192 of the row, of 16 at most",
   ),
   Row(TOPK, "reference, bool mask by bisection", _of(topk_mask, "reference"), SCORES),
   Row(TOPK, "jax.lax.top_k", lambda scores: jax.lax.top_k(scores, K), SCORES),
+  Row(
+    SQUARE,
+    "ours, bits",
+    _square("tpu"),
+    SQUARE_ARGUMENTS,
+    (("lightning_indexer", _square_trips()),),
+    SQUARE_FLOPS,
+    "trips are averages over the blocks of queries",
+  ),
+  Row(SQUARE, "reference, in blocks", _square("reference"), SQUARE_ARGUMENTS, flops=SQUARE_FLOPS),
+  _decode(256),
+  _decode(64, "all sequences are full"),
 )
 
 

@@ -70,7 +70,9 @@ def select_paged(
 
   sizes = Sizes(k, sequences, queries, I, key_pages_PLJ.shape[1], vmem.Layout(1, pl.cdiv(keys, CHUNK)))
   table = jnp.repeat(jnp.clip(page_table_BN, 0, key_pages_PLJ.shape[0] - 1), pieces, axis=0)
-  table = jnp.pad(table, ((0, programs * sequences - B * pieces), (0, 0)))
+  # Whole tiles: past the end of a sequence page 0 is fetched, and nothing of it seen.
+  rest = -table.shape[1] % (KEY_TILE // sizes.page)
+  table = jnp.pad(table, ((0, programs * sequences - B * pieces), (0, rest)))
   bits = _call(sizes, programs, interpret)(
     table.reshape(programs, sequences, -1),
     fold(slots_BT, -1),
@@ -139,15 +141,19 @@ def _kernel(
   chunks = pieces * layout.unroll
   _clear(keys_ref, chunks)
 
-  def fetch(sequence, tile, place, act):
-    """Starts or awaits the pages of a tile. Past the end of the table its last page is fetched again."""
+  def fetch(sequence, tile, place):
+    """Starts the transfers of a tile's pages."""
     in_tile = KEY_TILE // sizes.page
     for i in range(in_tile):
-      page = table_ref[sequence, jnp.minimum(tile * in_tile + i, table_ref.shape[1] - 1)]
+      page = table_ref[sequence, tile * in_tile + i]
       rows = tile_ref.at[place, i * sizes.page : (i + 1) * sizes.page]
-      act(pltpu.make_async_copy(pages_hbm.at[page], rows, semaphores.at[place]))
+      pltpu.make_async_copy(pages_hbm.at[page], rows, semaphores.at[place]).start()
 
-  fetch(0, 0, 0, lambda copy: copy.start())
+  def await_tile(place):
+    """Waits for as many bytes as a tile has, of whichever pages."""
+    pltpu.make_async_copy(tile_ref.at[place], tile_ref.at[place], semaphores.at[place]).wait()
+
+  fetch(0, 0, 0)
   done = jnp.int32(0)  # tiles before, whose parity says where the next one lies
   for sequence in range(sizes.sequences):
 
@@ -157,15 +163,15 @@ def _kernel(
 
       @pl.when(jnp.logical_not(last))
       def _next():
-        fetch(sequence, tile + 1, 1 - place, lambda copy: copy.start())
+        fetch(sequence, tile + 1, 1 - place)
 
       if sequence + 1 < sizes.sequences:
 
         @pl.when(last)
         def _next_sequence():
-          fetch(sequence + 1, 0, 1 - place, lambda copy: copy.start())
+          fetch(sequence + 1, 0, 1 - place)
 
-      fetch(sequence, tile, place, lambda copy: copy.wait())
+      await_tile(place)
       dots = _score_tile(query_ref, sequence, tile_ref[place], sizes)
       _store_tile(sequence, tile, dots, gates_ref, slots_ref, keys_ref, sizes)
       return done + 1

@@ -37,23 +37,24 @@ def test_bundles_count_times_the_bounds_around_them():
 
 
 def test_trips_that_depend_on_data_are_asked_for():
+  """30 bundles, 1 to 16 in a loop, 20 to 24 in a short one that passes on a transfer."""
   text = dump(
     {
-      6: "%2 = sbr.rel (!%p1_p2) target bundleno = 1 (0x1), region = 1",
-      # A transfer described over several lines, behind whose last a loop of one bundle ends.
-      12: "%3 = dma.hbm_to_vmem /*\nbase_bounds: (8, 32)\n */  ;;  %4 = sbr.rel target bundleno = 12",
+      12: "%2 = sbr.rel (!%p1_p2) target bundleno = 1 (0x1), region = 1",
+      # A transfer described over several lines, behind whose last a branch stands.
+      20: "%3 = dma.hbm_to_vmem /*\nbase_bounds: (8, 32)\n */  ;;  %4 = sbr.rel target bundleno = 20",
     },
-    20,
+    30,
   )
   program = read_program("kernel.1", text)
   assert program is not None
-  assert program.cycles([10, 1]) == 20 + 9 * 10
-  with pytest.raises(ValueError, match=r"kernel.1: 0 trip counts given, .*: bundles 1-11, bundles 12-17"):
+  assert program.cycles([10, 2]) == 30 + 9 * 16 + 5
+  with pytest.raises(ValueError, match=r"kernel.1: 0 trip counts given, .*: bundles 1-17, bundles 20-25"):
     program.cycles()
-  assert kernel_cycles.kernel_cycles(program, {"kernel": (10,)}) == 20 + 9 * 10
-  assert kernel_cycles.kernel_cycles(program, {"another": (10,)}) == 20
-  with pytest.raises(ValueError, match="3 trip counts for 2 loops"):
-    kernel_cycles.kernel_cycles(program, {"kernel": (1, 2, 3)})
+  assert kernel_cycles.kernel_cycles(program, {"other": (7,), "kernel": (10,)}) == 30 + 9 * 16
+  for trips in ({"kernel": (1, 2)}, {"other": (10,)}):
+    with pytest.raises(ValueError, match=r"kernel.1: \d trip counts for loops of \[16\] bundles"):
+      kernel_cycles.kernel_cycles(program, trips)
 
 
 def test_a_kernel_on_one_core_of_two_is_noticed():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -34,8 +35,19 @@ def race_free(capfd) -> Callable:
   return watch
 
 
+@pytest.fixture
+def no_cache():
+  """Programs for devices that are not here can be put into jax's persistent cache but not taken out of it."""
+  enabled = jax.config.jax_enable_compilation_cache
+  compilation_cache.reset_cache()
+  jax.config.update("jax_enable_compilation_cache", False)
+  yield
+  jax.config.update("jax_enable_compilation_cache", enabled)
+  compilation_cache.reset_cache()
+
+
 @pytest.fixture(params=GENERATIONS)
-def compile_for(request) -> Callable:
+def compile_for(request, no_cache) -> Callable:
   """`compile_for(f, (shape, dtype), …)` compiles f for one device of each generation of TPU in turn."""
   devices = topology_devices(parse_topology(GENERATIONS[request.param]))
   everywhere = NamedSharding(Mesh(np.array(devices[:1]), ("one",)), PartitionSpec())

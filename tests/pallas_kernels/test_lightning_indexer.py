@@ -199,19 +199,45 @@ def test_heads_and_chunks(implementation, heads, S):
   check(run(*args[:3], 500, args[3], *segments, implementation), *args[:3], 500, args[3], *segments)
 
 
-@pytest.mark.slow
-def test_heads_are_added_in_one_order_by_both_kernels():
-  """Scores of which every sum rounds: a block of queries and decoding select the same, with float32 gates."""
-  rng = np.random.default_rng(4)
-  query, gate = (rng.standard_normal(shape).astype(np.float32) for shape in ((11, 1, I, J), (11, 1, I)))
-  key = rng.standard_normal((1, 2300, J)).astype(np.float32)
-  query, key = (jnp.round(jnp.asarray(x) * 4).astype(jnp.bfloat16) for x in (query, key))  # exact products
-  slots = np.full((11, 1), 2299, np.int32)
-  pool, table = pages(key, 64)
-  decoded = run_paged(query, gate, pool, np.repeat(table, 11, axis=0), slots, 40, "tpu_interpret")
-  one = np.ones((1, 11), np.int32), np.ones((1, 2300), np.int32)
-  block = run_indices(jnp.moveaxis(query, 0, 1), gate.swapaxes(0, 1), key, 40, slots.T, *one, "tpu_interpret")
-  np.testing.assert_array_equal(decoded[:, 0], block[0])
+def rounding(B, T, S):
+  """Operands whose true scores are equal for all keys of a query, so that only rounding tells keys apart.
+
+  Head i reads element i of a key, the elements of all keys are the same numbers rearranged, and gates are
+  powers of two, by which no product rounds.
+  """
+  rng = np.random.default_rng(5)
+  numbers = rng.uniform(0.1, 1, I).astype(np.float32)
+  key = np.zeros((B, S, J), np.float32)
+  key[:, :, :I] = rng.permuted(np.broadcast_to(numbers, (B, S, I)), axis=-1)
+  query = np.broadcast_to(np.eye(I, J, dtype=np.float32), (B, T, I, J))
+  gate = np.broadcast_to(np.exp2(rng.integers(0, 3, (B, T, 1))).astype(np.float32), (B, T, I))
+  return jnp.asarray(query), gate, jnp.asarray(key)
+
+
+def score_in_order(gate, key):
+  """float32 [B, T, S] of `rounding`, added as `order` says."""
+  terms = key[:, None, :, :I] * gate[:, :, None]
+  classes = [sum((terms[..., i] for i in range(c + 8, I, 8)), start=terms[..., c]) for c in range(8)]
+  halves = [(classes[i] + classes[i + 4]) + (classes[i + 2] + classes[i + 6]) for i in (0, 1)]
+  return halves[0] + halves[1]
+
+
+def test_all_kernels_add_heads_in_one_order():
+  """So that prefill and decoding select alike also where scores differ in their last bit only."""
+  query, gate, key = rounding(2, 12, 40)
+  slots = np.broadcast_to(np.arange(28, 40, dtype=np.int32), (2, 12))
+  ones = np.ones((2, 12), np.int32), np.ones((2, 40), np.int32)
+  mask = np.asarray(bits.unpack(run(query, gate, key, 7, slots, *ones, "tpu_interpret"), 40))
+  score = score_in_order(gate, np.asarray(key))
+  assert all(len(set(row.tolist())) > 1 for row in score.reshape(-1, 40))
+  for b, t in np.ndindex(2, 12):
+    assert np.flatnonzero(mask[b, t]).tolist() == best(score[b, t], np.arange(40) <= slots[b, t], 7)
+  query, gate, key = rounding(3, 3, 2300)
+  slots = np.random.default_rng(1).integers(1000, 2300, (3, 3)).astype(np.int32)
+  found = np.asarray(run_paged(query, gate, *pages(key, 512), slots, 40, "tpu_interpret"))
+  score = score_in_order(gate, np.asarray(key))
+  for b, t in np.ndindex(3, 3):
+    assert found[b, t].tolist() == best(score[b, t], np.arange(2300) <= slots[b, t], 40)
 
 
 def test_the_order_of_heads():

@@ -5,6 +5,7 @@ import importlib.util
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.lightning_indexer import select, select_indices, select_paged
 from pallas_kernels.topk import topk, topk_mask
 
 pytestmark = [
@@ -28,3 +29,49 @@ def test_topk(compile_for, shape, k):
   compiled = compile_for(lambda x: topk(x, k, "tpu")[1], (shape, jnp.float32))
   assert kernels(compiled) == 2  # who wants no values pays for none
   assert kernels(compile_for(lambda x: topk_mask(x, k, "tpu"), (shape, jnp.float32))) == 2
+
+
+def indexer_operands(B, T, S, dtype, heads=32):
+  shapes = [((B, T, heads, 128), dtype), ((B, T, heads), "float32"), ((B, S, 128), dtype)]
+  return *shapes, ((B, T), "int32"), ((B, T), "int32"), ((B, S), "int32")
+
+
+@pytest.mark.parametrize(
+  ("B", "T", "S", "dtype"),
+  [(1, 131_072, 131_072, "bfloat16"), (2, 2048, 262_144, "bfloat16"), (1, 4096, 4096, "float32")],
+)
+def test_indexer(compile_for, B, T, S, dtype):
+  """No score reaches memory: temporaries are the rearranged queries and their gates."""
+
+  def call(query, gate, key, *rest):
+    return select(query, gate, key, 2048, *rest, "tpu")
+
+  compiled = compile_for(call, *indexer_operands(B, T, S, dtype))
+  assert kernels(compiled) == 1 and " sort(" not in compiled.as_text()
+  queries = B * T * 32 * 128 * (2 if dtype == "bfloat16" else 4)
+  assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * queries + 2**24
+
+
+def test_indexer_of_few_queries(compile_for):
+  def call(query, gate, key, *rest):
+    return select_indices(query, gate, key, 2048, *rest, "tpu")
+
+  compiled = compile_for(call, *indexer_operands(8, 4, 32_768, "bfloat16"))
+  assert kernels(compiled) == 2 and " sort(" not in compiled.as_text()
+
+
+@pytest.mark.parametrize(("B", "T", "page"), [(64, 1, 64), (16, 4, 256), (2, 11, 16)])
+def test_indexer_of_pages(compile_for, B, T, page):
+  def call(*arguments):
+    return select_paged(*arguments, 2048, "tpu")
+
+  count = 131_072 // page
+  compiled = compile_for(
+    call,
+    ((B, T, 32, 128), "bfloat16"),
+    ((B, T, 32), "float32"),
+    ((B * count, page, 128), "bfloat16"),
+    ((B, count), "int32"),
+    ((B, T), "int32"),
+  )
+  assert kernels(compiled) == 2 and " sort(" not in compiled.as_text()
