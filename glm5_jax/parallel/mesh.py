@@ -35,13 +35,16 @@ def axis_sizes(cfg: MeshConfig, devices: int) -> dict[str, int]:
   known = math.prod(size for size in sizes.values() if size != -1)
   open_axes = [axis for axis, size in sizes.items() if size == -1]
   product = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
+  if known > devices:
+    needed = f"a multiple of {known}" if open_axes else known
+    raise UserError(
+      f"config.mesh: {product} needs {needed} devices, {devices} found; "
+      f"for a dry run on CPU set JAX_NUM_CPU_DEVICES={known}"
+    )
   if open_axes:
     if devices % known:
       raise UserError(f"config.mesh: {product} does not divide the {devices} devices found")
     sizes[open_axes[0]] = devices // known
-  elif known > devices:
-    hint = f"; for a dry run on CPU set JAX_NUM_CPU_DEVICES={known}"
-    raise UserError(f"config.mesh: {product} needs {known} devices, {devices} found{hint}")
   elif known < devices:
     raise UserError(
       f"config.mesh: {product} uses {known} of the {devices} devices found and would leave the rest idle; "

@@ -135,6 +135,7 @@ def test_a_run_that_explodes_stops_and_names_the_batch(data, tmp_path, command):
     ("--config.data.folder=nowhere", ("data.folder nowhere does not exist", "launch.prepare")),
     ("--config.model.vocab_size=300", ("tokenizer.model has 360 ids", "model.vocab_size to at least 360")),
     ("--config.mesh.data=4", ("config.mesh: data 4 needs 4 devices, 1 found", "JAX_NUM_CPU_DEVICES=4")),
+    ("--config.mesh.fsdp=4", ("fsdp 4 needs a multiple of 4 devices, 1 found", "JAX_NUM_CPU_DEVICES=4")),
     ("--config.model.hidden_size=32", ("model.hidden_size was 64 and is now 32", "start in another folder")),
   ],
 )

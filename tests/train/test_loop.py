@@ -271,7 +271,7 @@ def test_run_stops_after_too_many_skips_and_counts_them_across_a_resume(data, tm
     ({"data.folder": "nowhere"}, "data.folder nowhere does not exist"),
     ({"data.folder": ""}, "launch.prepare"),
     ({"model.vocab_size": 300}, "set model.vocab_size to at least 360"),
-    ({"mesh.fsdp": 4}, "config.mesh: fsdp 4 does not divide the 1 devices found"),
+    ({"mesh.fsdp": 4}, "config.mesh: fsdp 4 needs a multiple of 4 devices, 1 found"),
     ({"train.batch_size": 0}, "config.train.batch_size=0: should be at least 1"),
   ],
 )
