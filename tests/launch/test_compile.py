@@ -2,8 +2,13 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+
+from tests.conftest import ROOT
 
 CONFIG = "--config=experiments/tiny.py"
 needs_libtpu = pytest.mark.skipif(
@@ -14,6 +19,23 @@ needs_libtpu = pytest.mark.skipif(
 def test_a_slice_is_needed(command):
   done = command("compile", CONFIG)
   assert done.returncode == 2 and "--topology is needed" in done.stderr
+
+
+def test_without_libtpu_the_extra_is_named():
+  """The command in a process whose interpreter finds no libtpu."""
+  code = """
+import importlib.util, runpy, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "libtpu" else found(name, *rest)
+sys.argv = ["compile", "--config=experiments/tiny.py", "--topology=v5p:2x2x1"]
+runpy.run_module("launch.compile", run_name="__main__")
+"""
+  environment = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+  )
+  assert done.returncode == 2, done.stderr
+  assert done.stderr == 'error: compiling for TPU needs libtpu: pip install "glm5-jax[tpu]"\n'
 
 
 @needs_libtpu
