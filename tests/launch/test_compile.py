@@ -22,11 +22,10 @@ def test_a_slice_is_needed(command):
 
 
 def test_without_libtpu_the_extra_is_named():
-  """The command in a process whose interpreter finds no libtpu."""
+  """The command in a process in which libtpu cannot be found."""
   code = """
-import importlib.util, runpy, sys
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "libtpu" else found(name, *rest)
+import runpy, sys
+sys.modules["libtpu"] = None
 sys.argv = ["compile", "--config=experiments/tiny.py", "--topology=v5p:2x2x1"]
 runpy.run_module("launch.compile", run_name="__main__")
 """
