@@ -1,6 +1,6 @@
 """Computes one model on one device and on meshes of 8, and prints how far the numbers are apart, as JSON.
 
-  JAX_NUM_CPU_DEVICES=8 python -m tests.parallel.mesh_equality fsdp=8 expert=2,context=4 …
+  JAX_NUM_CPU_DEVICES=8 python -m tests.parallel.mesh_equality fsdp=8 expert=2,context=4 data=4,dcn_data=2 …
 
 A difference is max|a − b| / max|a| over a leaf, the largest leaf named.
 """
@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from glm5_jax.config import MeshConfig, OptimConfig, RunConfig, TrainConfig, tiny
 from glm5_jax.model import GLM5, abstract_params, logical_axes
 from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.parallel import spmd
-from glm5_jax.parallel.mesh import ROWS, make_mesh, row_sharding
+from glm5_jax.parallel.mesh import AXES, ROWS, make_mesh, row_sharding
 from glm5_jax.parallel.rules import param_specs
 from glm5_jax.train.state import init_state, state_shardings
 from glm5_jax.train.step import make_gradients, make_train_step
@@ -143,8 +144,37 @@ def _begin(model: str, accum: int, tilted: bool, mesh=None):
   return run, {name: jnp.asarray(x) for name, x in packed_batch(run).items()}, state, optimizer
 
 
+class SliceDevice:
+  """A CPU device that says which slice it belongs to, which jax's own do not."""
+
+  def __init__(self, device: jax.Device, slice_index: int):
+    self.device, self.slice_index = device, slice_index
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.device, name)
+
+
+def assert_slices_are_outermost(mesh: Mesh, cfg: MeshConfig) -> None:
+  """Only the outer parts of data and fsdp lead from one slice to another."""
+  for (data, fsdp, *_), device in np.ndenumerate(mesh.devices):
+    outer = data * cfg.dcn_data // mesh.shape["data"], fsdp * cfg.dcn_fsdp // mesh.shape["fsdp"]
+    assert device.slice_index == outer[0] * cfg.dcn_fsdp + outer[1], (data, fsdp)
+
+
+def mesh_of(cfg: MeshConfig) -> Mesh:
+  """`make_mesh` over the first devices, which several slices, if the config has them, hold in turn."""
+  devices = jax.devices()[: math.prod(getattr(cfg, axis) for axis in AXES)]
+  slices = cfg.dcn_data * cfg.dcn_fsdp
+  if slices == 1:
+    return make_mesh(cfg, devices)
+  mesh = make_mesh(cfg, [SliceDevice(device, i % slices) for i, device in enumerate(devices)])
+  assert_slices_are_outermost(mesh, cfg)
+  ours = np.vectorize(lambda each: each.device, otypes=[object])(mesh.devices)
+  return Mesh(ours, mesh.axis_names, axis_types=mesh.axis_types)
+
+
 def compare(sizes: dict[str, int], model: str = "{}", accum: int = 1, tilted: bool = False) -> dict:
-  mesh = make_mesh(MeshConfig(**({"data": 1} | sizes)), jax.devices()[: math.prod(sizes.values())])
+  mesh = mesh_of(MeshConfig(**({"data": 1} | sizes)))
   (mine, gradients), params, moments, history = alone(model, accum, tilted)
   run, batch, state, optimizer = _begin(model, accum, tilted, mesh)
   state = jax.device_put(state, state_shardings(run, optimizer, mesh))

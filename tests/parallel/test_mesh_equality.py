@@ -20,6 +20,7 @@ SLOW = (
     "expert=2,tensor=2,num_hidden_layers=5,index_topk_freq=2",
   ),
   'data=2,expert=2,attention="F"',
+  *("data=4,dcn_data=2,fsdp=2", "data=2,dcn_data=2,fsdp=4,dcn_fsdp=2"),  # two and four slices
   f'context=2,rows=2,length=512,attention="F",attention_implementation="splash_interpret",{SPLASH_HEADS}',
 )
 
