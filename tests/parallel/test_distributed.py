@@ -1,20 +1,16 @@
 """Real processes on this machine that meet through a coordinator on the loopback interface."""
 
-import os
 import socket
-import subprocess
-import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from glm5_jax.data.prepare import PrepareConfig, prepare
 from glm5_jax.errors import UserError
 from glm5_jax.parallel import distributed
+from tests.parallel.processes import Group, Worker, free_address
 
-ROOT = Path(__file__).parent.parent.parent
 EXPERIMENT = "--config=experiments/tiny.py"
 
 # What every worker begins with; its body runs where a command would train.
@@ -33,76 +29,37 @@ def main(_argv):
 """
 
 
-def free_address() -> str:
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-class Worker:
-  """One process of a group, its output in files so that no pipe fills up."""
-
-  def __init__(self, folder: Path, script: Path, address: str, processes: int, process_id: int, *flags: str):
-    self.out, self.err = folder / f"{process_id}.out", folder / f"{process_id}.err"
-    choice = [f"--coordinator={address}", f"--processes={processes}", f"--process_id={process_id}"]
-    with self.out.open("w") as out, self.err.open("w") as err:
-      self.process = subprocess.Popen(
-        [sys.executable, str(script), *choice, *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"},
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
-      )
-
-  def wait(self, timeout: float) -> int:
-    try:
-      return self.process.wait(timeout)
-    except subprocess.TimeoutExpired:
-      self.process.kill()
-      pytest.fail(f"still alive after {timeout} s:\n{self.err.read_text()}")
-
-  def wait_for(self, word: str, timeout: float = 60) -> None:
-    """Until the worker has printed `word`."""
-    deadline = time.monotonic() + timeout
-    while word not in self.out.read_text():
-      assert self.process.poll() is None, self.err.read_text()
-      assert time.monotonic() < deadline, f"{word} never came: {self.err.read_text()}"
-      time.sleep(0.05)
-
-  def last_line(self) -> str:
-    return self.err.read_text().strip().splitlines()[-1]
+@pytest.fixture
+def group(tmp_path):
+  with Group(tmp_path) as group:
+    yield group
 
 
 @pytest.fixture
-def workers(tmp_path, request):
+def workers(tmp_path, group):
   """`workers(body, count=2)` starts processes with the body of `def body(jax, np, distributed, me)`."""
-  started = []
 
-  def start(body: str, *flags: str, count: int = 2, ids=None, sizes=None) -> list[Worker]:
-    script, address = tmp_path / "worker.py", free_address()
+  def start(body: str, *flags: str, count: int = 2, ids=None, sizes=None, address: str = "") -> list[Worker]:
+    script = tmp_path / "worker.py"
     function = "def body(jax, np, distributed, me):\n" + textwrap.indent(textwrap.dedent(body), "  ")
     script.write_text(f"{PRELUDE}\n{function}\nrun(main)\n")
     for k, process_id in enumerate(range(count) if ids is None else ids):
       size = sizes[k] if sizes else count
-      started.append(Worker(tmp_path, script, address, size, process_id, *flags))
-    return started
+      group.start([str(script), *flags], process_id, size, address, JAX_NUM_CPU_DEVICES="2")
+    return group.workers
 
-  def kill() -> None:
-    for worker in started:
-      if worker.process.poll() is None:
-        worker.process.kill()
-        worker.process.wait()
-
-  request.addfinalizer(kill)
   return start
+
+
+def last_line(worker: Worker) -> str:
+  return worker.said_wrong().strip().splitlines()[-1]
 
 
 def outputs(group: list[Worker], timeout: float = 90) -> list[str]:
   """What each printed, once all have ended well, without the chat of gloo."""
   for worker in group:
-    assert worker.wait(timeout) == 0, worker.err.read_text()
-  lines = [worker.out.read_text().splitlines(keepends=True) for worker in group]
+    assert worker.wait(timeout) == 0, worker.said_wrong()
+  lines = [worker.said().splitlines(keepends=True) for worker in group]
   return ["".join(line for line in each if not line.startswith("[Gloo]")) for each in lines]
 
 
@@ -156,7 +113,7 @@ def test_barrier_in_vain_ends_at_its_deadline(workers):
   assert group[0].wait(60) == distributed.LOST
   assert one_error_line(group[0]).startswith("error: saving step 5: not all 2 processes came within 2 s (")
   assert group[1].wait(20) == distributed.LOST
-  assert "process 0 failed: saving step 5" in group[1].last_line()
+  assert "process 0 failed: saving step 5" in last_line(group[1])
 
 
 def test_training_data_of_two_processes_is_that_of_one(workers, tmp_path):
@@ -188,7 +145,7 @@ def test_training_data_of_two_processes_is_that_of_one(workers, tmp_path):
 
 
 def one_error_line(worker: Worker) -> str:
-  text = worker.err.read_text()
+  text = worker.said_wrong()
   assert text.startswith("error: ") and text.count("\n") == 1, text
   return text
 
@@ -205,12 +162,10 @@ def test_coordinator_that_nobody_runs_is_named_within_the_deadline(command):
   assert time.monotonic() - began < 30
 
 
-def test_coordinator_that_accepts_and_never_answers_is_named(tmp_path, workers):
+def test_coordinator_that_accepts_and_never_answers_is_named(workers):
   with socket.create_server(("127.0.0.1", 0)) as silent:
     address = f"127.0.0.1:{silent.getsockname()[1]}"
-    script = tmp_path / "script.py"
-    script.write_text(f"{PRELUDE}\nrun(main)\n")
-    worker = Worker(tmp_path, script, address, 2, 1, "--coordinator_timeout=2")
+    [worker] = workers("pass", "--coordinator_timeout=2", ids=[1], address=address)
     assert worker.wait(60) == 2
   assert f"did not meet at the coordinator {address} within 2 s" in one_error_line(worker)
 
@@ -287,7 +242,7 @@ def test_killed_process_ends_the_other_in_the_middle_of_a_step(workers, victim):
   group[victim].process.kill()
   other = group[1 - victim]
   assert other.wait(60) == distributed.LOST
-  assert other.last_line().startswith(f"error: process {1 - victim} of 2 ends: ")
+  assert last_line(other).startswith(f"error: process {1 - victim} of 2 ends: ")
 
 
 def test_killed_coordinator_ends_an_idle_process_at_once(workers):
@@ -296,8 +251,8 @@ def test_killed_coordinator_ends_an_idle_process_at_once(workers):
     worker.wait_for("running")
   group[0].process.kill()
   assert group[1].wait(60) == distributed.LOST
-  assert "process 0, the coordinator at 127.0.0.1:" in group[1].last_line()
-  assert group[1].last_line().endswith("died or cannot be reached")
+  assert "process 0, the coordinator at 127.0.0.1:" in last_line(group[1])
+  assert last_line(group[1]).endswith("died or cannot be reached")
 
 
 @pytest.mark.slow
@@ -307,7 +262,7 @@ def test_killed_process_ends_an_idle_coordinator_within_a_minute(workers):
     worker.wait_for("running")
   group[1].process.kill()
   assert group[0].wait(60) == distributed.LOST
-  assert group[0].last_line().startswith("error: process 0 of 2 ends: another process died")
+  assert last_line(group[0]).startswith("error: process 0 of 2 ends: another process died")
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -323,22 +278,20 @@ def test_process_that_fails_reports_its_error_and_the_other_tells_it(workers, fa
   other = group[1 - failing]
   assert other.wait(20) == distributed.LOST
   told = f"process {1 - failing} of 2 ends: process {failing} failed: this machine lacks something"
-  assert other.last_line() == f"error: {told}"
+  assert last_line(other) == f"error: {told}"
 
 
 @pytest.mark.slow
 def test_bug_in_one_process_shows_its_traceback(workers):
   failing, other = workers("assert me, 'a bug'\ntime.sleep(300)")
   assert failing.wait(60) == 1
-  assert failing.last_line() == "AssertionError: a bug"
+  assert last_line(failing) == "AssertionError: a bug"
   assert other.wait(20) == distributed.LOST
 
 
-def test_port_that_is_taken_is_refused(tmp_path):
+def test_port_that_is_taken_is_refused(workers):
   with socket.create_server(("127.0.0.1", 0)) as taken:
     address = f"127.0.0.1:{taken.getsockname()[1]}"
-    script = tmp_path / "script.py"
-    script.write_text(f"{PRELUDE}\nrun(main)\n")
-    worker = Worker(tmp_path, script, address, 2, 0, "--coordinator_timeout=5")
+    [worker] = workers("pass", "--coordinator_timeout=5", ids=[0], address=address)
     assert worker.wait(60) == 2
   assert address in one_error_line(worker)

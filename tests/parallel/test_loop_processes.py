@@ -1,10 +1,6 @@
 """A run in two processes: its numbers are one process's, a signal to one stops both, one process goes on."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -13,72 +9,25 @@ import pytest
 from glm5_jax.data.pipeline import make_train_iterator
 from glm5_jax.train.checkpoint_files import complete_steps
 from glm5_jax.train.loop import train
-from tests.conftest import ROOT
+from tests.parallel.processes import Group
 from tests.train.small_run import PLAIN, Lines, as_flags, entries, small_run, write_data
 
 DEADLINE = 400  # seconds
 TOLERANCE = 1e-5
 
 
-class Pair:
-  """launch.train twice, with four devices each and output in files, so that no pipe fills up."""
-
-  def __init__(self, folder, arguments):
-    with socket.socket() as probe:
-      probe.bind(("127.0.0.1", 0))
-      address = f"127.0.0.1:{probe.getsockname()[1]}"
-    self.out = [folder / f"{i}.out" for i in (0, 1)]
-    self.err = [folder / f"{i}.err" for i in (0, 1)]
-    self.processes = []
-    for i, own in enumerate(arguments):
-      with self.out[i].open("w") as out, self.err[i].open("w") as err:
-        together = [f"--coordinator={address}", "--processes=2", f"--process_id={i}"]
-        process = subprocess.Popen(
-          [sys.executable, "-m", "launch.train", *own, *together],
-          cwd=ROOT,
-          env={**os.environ, "JAX_NUM_CPU_DEVICES": "4", "XLA_FLAGS": "--xla_backend_optimization_level=0"},
-          stdin=subprocess.DEVNULL,
-          stdout=out,
-          stderr=err,
-        )
-      self.processes.append(process)
-
-  def wait_for(self, word):
-    deadline = time.monotonic() + DEADLINE
-    while word not in self.out[0].read_text():
-      assert all(process.poll() is None for process in self.processes), self.said_wrong()
-      assert time.monotonic() < deadline, f"{word} never came: {self.said_wrong()}"
-      time.sleep(0.05)
-
-  def codes(self):
-    return [process.wait(DEADLINE) for process in self.processes]
-
-  def said(self, i):
-    """All of it: gloo's threads chat on the same stream, and may break their own lines and ours."""
-    return self.out[i].read_text()
-
-  def said_wrong(self):
-    return [path.read_text() for path in self.err]
-
-  def kill(self):
-    for process in self.processes:
-      if process.poll() is None:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
 def pair(tmp_path):
-  """pair(arguments of the first, of the second)"""
-  started = []
+  """`pair(arguments of the first, of the second)` starts launch.train twice, with four devices each."""
+  with Group(tmp_path) as group:
 
-  def start(*arguments):
-    started.append(Pair(tmp_path, arguments))
-    return started[-1]
+    def start(*arguments):
+      environment = {"JAX_NUM_CPU_DEVICES": "4", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+      for i, own in enumerate(arguments):
+        group.start(["-m", "launch.train", *own], i, **environment)
+      return group
 
-  yield start
-  for each in started:
-    each.kill()
+    yield start
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +51,15 @@ def test_two_processes_stopped_and_resumed_by_one(data, tmp_path, pair):
   workdir = tmp_path / "run"
   two = run_of(data, **{"mesh.data": 1, "mesh.fsdp": 4, "mesh.expert": 2})
   processes = pair(*[[*as_flags(two), f"--workdir={workdir}"]] * 2)
-  processes.wait_for("step 2/12  loss")
-  processes.processes[1].send_signal(signal.SIGTERM)
-  assert processes.codes() == [0, 0], processes.said_wrong()
+  processes.workers[0].wait_for("step 2/12  loss", DEADLINE)
+  processes.workers[1].process.send_signal(signal.SIGTERM)
+  assert processes.codes(DEADLINE) == [0, 0], processes.said_wrong()
   step = complete_steps(workdir / "checkpoints")[-1]
   assert 2 <= step < 12
-  said = processes.said(0)
+  said = processes.workers[0].said()
   assert "8 rows of 32 tokens on 8 × cpu in 2 processes (fsdp 4 × expert 2), peak" in said
   assert f"stopped by SIGTERM and saved at step {step}; the same command goes on" in said
-  assert not any(word in processes.said(1) for word in ("step", "rows of", "stopped"))
+  assert not any(word in processes.workers[1].said() for word in ("step", "rows of", "stopped"))
 
   lines = Lines()
   assert train(run_of(data), workdir, lines)
@@ -126,7 +75,7 @@ def test_two_processes_stopped_and_resumed_by_one(data, tmp_path, pair):
 def test_what_one_process_refuses_both_refuse(data, tmp_path, pair):
   first = [*as_flags(run_of(data)), f"--workdir={tmp_path / 'run'}"]
   processes = pair(first, [*first, f"--config.data.folder={tmp_path / 'nowhere'}"])
-  assert processes.codes() == [2, 2]
+  assert processes.codes(DEADLINE) == [2, 2]
   first, second = processes.said_wrong()
   refused = f"data.folder {tmp_path / 'nowhere'} does not exist"
   assert first.startswith(f"error: process 1: {refused}") and second.startswith(f"error: {refused}")
@@ -139,10 +88,10 @@ def test_killed_process_ends_the_other_and_one_alone_goes_on(data, tmp_path, pai
   workdir = tmp_path / "run"
   shared = run_of(data, **PLAIN, **{"mesh.data": 1, "mesh.context": 8, "train.checkpoint_every": 1})
   processes = pair(*[[*as_flags(shared), f"--workdir={workdir}"]] * 2)
-  processes.wait_for("step 3/12  loss")
-  processes.processes[1].kill()
+  processes.workers[0].wait_for("step 3/12  loss", DEADLINE)
+  processes.workers[1].kill()
   began = time.monotonic()
-  assert processes.codes() == [3, -signal.SIGKILL], processes.said_wrong()
+  assert processes.codes(DEADLINE) == [3, -signal.SIGKILL], processes.said_wrong()
   assert time.monotonic() - began < 60
   assert processes.said_wrong()[0].splitlines()[-1].startswith("error: process 0 of 2 ends: ")
   assert complete_steps(workdir / "checkpoints")[-1] >= 2
@@ -156,7 +105,7 @@ def test_killed_process_ends_the_other_and_one_alone_goes_on(data, tmp_path, pai
 def test_both_stop_at_too_many_steps_that_are_not_finite_and_keep_all_rows(data, tmp_path, pair):
   run = run_of(data, **PLAIN, **{"optim.peak_lr": 1e30, "optim.max_nonfinite": 2})
   processes = pair(*[[*as_flags(run), f"--workdir={tmp_path / 'run'}"]] * 2)
-  assert processes.codes() == [2, 2], processes.said_wrong()
+  assert processes.codes(DEADLINE) == [2, 2], processes.said_wrong()
   for said in processes.said_wrong():
     assert said.startswith("error: loss or gradient not finite in 2 steps in a row") and said.count("\n") == 1
   batch = np.load(tmp_path / "run" / "nonfinite_batch.npz")
