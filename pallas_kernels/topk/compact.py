@@ -22,11 +22,13 @@ WORDS = HALVES // 2  # of 32 bits in a tile
 LINES = 2 * HALVES  # of a product's result: the halves, the count, and padding to a bfloat16 tile
 SLOT_BLOCKS = 8  # searched at the same time, 128 slots each, to hide the latency of a gather
 VALUE_BLOCKS, VALUE_TILES = 2, 64  # blocks of slots and tiles that are compared at a time
-MOST_CHUNKS = LANES  # as many supergroups as lanes
 
 
 def indices(bits: jax.Array, k: int, interpret) -> jax.Array:
-  """Ascending positions of the first k set bits of int32 [R, words]; int32 [R, k], −1 behind the last."""
+  """Ascending positions of the first k set bits of int32 [R, words]; int32 [R, k], −1 behind the last.
+
+  Rows of at most 128 chunks: as many supergroups as a register has lanes.
+  """
   R, width = bits.shape
   chunks = width // LANES
   stride = max(ROWS, 1 << (chunks - 1).bit_length())
@@ -55,8 +57,9 @@ def _indices_kernel(bits_ref, out_ref, rows_ref, products_ref, tree_ref, *, chun
   groups = LANES // stride  # supergroups of a chunk
   tiles = TILES // groups
   for chunk in range(stride):
-    inside = bits_ref[:, chunk * LANES : (chunk + 1) * LANES] if chunk < chunks else jnp.zeros((ROWS, LANES))
-    rows_ref[chunk * ROWS : (chunk + 1) * ROWS, :] = inside.astype(jnp.int32)
+    place = slice(chunk * LANES, (chunk + 1) * LANES)
+    nothing = jnp.zeros((ROWS, LANES), jnp.int32)
+    rows_ref[chunk * ROWS : (chunk + 1) * ROWS, :] = bits_ref[:, place] if chunk < chunks else nothing
   _write_tree(rows_ref, products_ref, tree_ref, stride, groups, tiles)
 
   # Lane q · stride + c of the tree is supergroup c · groups + q, in the order of positions.

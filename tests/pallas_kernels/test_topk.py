@@ -66,10 +66,10 @@ def check(scores, k, implementation):
 
 
 @settings(max_examples=100, deadline=None)
-@given(hnp.arrays(np.float32, (ROWS, S), elements=ADVERSARIAL), st.sampled_from([1, 8]))
-def test_adversarial_floats(scores, k):
+@given(hnp.arrays(np.float32, (ROWS, S), elements=ADVERSARIAL))
+def test_adversarial_floats(scores):
   for implementation in RUN_ANYWHERE:
-    check(scores, k, implementation)
+    check(scores, 8, implementation)
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,8 +82,7 @@ def test_plateaus_across_the_cut(scores):
 def test_more_than_a_row_holds_is_the_row(implementation):
   scores = np.random.default_rng(0).standard_normal((ROWS, S)).astype(np.float32)
   scores[0, 3] = np.nan
-  for most, all_of_it in zip(run(scores, 2 * S, implementation), run(scores, S, implementation), strict=True):
-    np.testing.assert_array_equal(most, all_of_it)
+  check(scores, 2 * S, implementation)
 
 
 def test_agrees_with_jax_on_clean_rows(implementation):
@@ -127,12 +126,13 @@ def test_denormals_and_neighbouring_floats_are_told_apart(implementation):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(implementation):
-  """Plateaus in one row only; any batch layout selects the same."""
+  """Plateaus in one row only; any order of rows and any batch layout select the same."""
   scores = np.random.default_rng(1).standard_normal((ROWS, S)).astype(np.float32)
   scores[2] = 0
   together = np.asarray(run(scores, 8, implementation)[1])
-  for row in range(ROWS):
-    np.testing.assert_array_equal(run(scores[row], 8, implementation)[1], together[row])
+  for shift in range(1, ROWS):
+    rolled = run(np.roll(scores, shift, axis=0), 8, implementation)[1]
+    np.testing.assert_array_equal(rolled, np.roll(together, shift, axis=0))
   np.testing.assert_array_equal(run(scores.reshape(2, 2, S), 8, implementation)[1].reshape(ROWS, 8), together)
 
 
@@ -155,7 +155,7 @@ def test_long_rows(implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("rows", "width", "k"),
-  [(70, 600, 130), (6, 40_000, 2048), (6, 9000, 9000), (6, 140_000, 2048), (6, 262_144, 4096)],
+  [(6, 200, 1), (70, 600, 130), (6, 40_000, 2048), (6, 9000, 9000), (6, 140_000, 2048), (6, 262_144, 4096)],
 )
 def test_many_rows_and_very_long_ones(implementation, rows, width, k):
   check(long_rows(rows, width), k, implementation)
@@ -184,10 +184,13 @@ def test_the_order_of_bits():
   assert packed.tolist() == [32 if word == 128 + 7 else 0 for word in range(256)]
 
 
-def test_no_gradient_passes(implementation):
+def test_no_gradient_passes():
+  def value(x, implementation=None):
+    return jnp.sum(topk(x, 8, implementation)[0]) + jnp.sum(x)
+
   scores = jnp.ones((ROWS, S))
-  grad = jax.grad(lambda x: jnp.sum(topk(x, 8, implementation)[0]) + jnp.sum(x))(scores)
-  np.testing.assert_array_equal(grad, jnp.ones((ROWS, S)))
+  np.testing.assert_array_equal(jax.grad(value)(scores), scores)
+  assert jax.eval_shape(jax.grad(lambda x: value(x, "tpu_interpret")), scores).shape == (ROWS, S)
 
 
 def test_no_rows_at_all():
