@@ -193,6 +193,7 @@ class TrainConfig:
   batch_size: int = 8  # rows a step, over all micro-batches
   batch_warmup: str = ""  # "16:500,32:1000": rows a step until that step, then batch_size
   grad_accum: int = 1  # micro-batches a step
+  loss: str = "pretrain"  # a name of losses.BATCH_LOSSES
   loss_chunk: int = 1024  # tokens projected to the vocabulary at a time
   mtp_weight: float = 0.3  # λ before the switch
   mtp_weight_final: float = 0.1  # λ after it

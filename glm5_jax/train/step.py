@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from glm5_jax.config import RunConfig
-from glm5_jax.losses.pretrain import Batch, denominators, pretrain_loss
+from glm5_jax.losses import batch_loss
+from glm5_jax.losses.pretrain import Batch, denominators
 from glm5_jax.model import logical_axes
 from glm5_jax.model.router import load_violation, update_bias
 from glm5_jax.optim.groups import Optimizer
@@ -66,16 +67,14 @@ def make_gradients(run: RunConfig, mesh: Mesh | None = None) -> Callable[..., tu
 
   On a mesh all of it is one shard_map: a gradient comes out as its parameter is stored.
   """
-  depths, train = mtp_depths(run), run.train
+  depths, train, loss_of = mtp_depths(run), run.train, batch_loss(run.train.loss)
   specs = param_specs(logical_axes(run.model)) if mesh is not None else None
 
   def gradients(params: Any, batch: Batch, weight: jax.Array) -> tuple[Any, dict[str, Any]]:
     denominator = denominators(batch, depths)
 
     def loss_fn(params: Any, micro: Batch):
-      return pretrain_loss(
-        params, micro, run.model, denominator, weight, train.balance_weight, train.loss_chunk
-      )
+      return loss_of(params, micro, run.model, denominator, weight, train.balance_weight, train.loss_chunk)
 
     grads, metrics = accumulate(loss_fn, params, batch, train.grad_accum)
     if specs is not None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+from glm5_jax import losses
 from glm5_jax.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+from glm5_jax.errors import UserError
 from glm5_jax.model.attention import ATTENTION
 from glm5_jax.model.attention.context import AttentionOutput
 from glm5_jax.model.weights import normal, weight
@@ -16,7 +18,7 @@ from glm5_jax.optim import rules
 from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.optim.guard import SkipCounts
 from glm5_jax.train.state import TrainState
-from glm5_jax.train.step import make_train_step
+from glm5_jax.train.step import make_gradients, make_train_step
 from tests.losses.batches import packed
 from tests.model import toy
 
@@ -228,3 +230,19 @@ def test_a_new_attention_kind_trains(monkeypatch):
   state, metrics = made.step(made.state(), packed(ROWS, T))
   assert np.isfinite(metrics["loss"]) and metrics["skipped"] == 0
   assert changed(state.params, params)["layers_0/block_0/attn/mix"]
+
+
+def test_a_loss_of_ones_own_is_found_by_its_name(monkeypatch):
+  def threefold(params, batch, *_):
+    loss = 3.0 * jnp.sum(params["final_norm"])
+    return loss, {"router_counts": {}, "loss": loss}
+
+  monkeypatch.setitem(losses.BATCH_LOSSES, "threefold", threefold)
+  run = run_config()
+  run.train.loss = "threefold"
+  grads, metrics = make_gradients(run)(trainer().params, packed(ROWS, T), 0.3)
+  assert np.all(grads["final_norm"] == 3.0) and not np.any(grads["embed"])
+  assert metrics["loss"] == pytest.approx(3.0 * float(np.sum(trainer().params["final_norm"])))
+  run.train.loss = "fourfold"
+  with pytest.raises(UserError, match=r"train\.loss=fourfold: should be one of pretrain, threefold"):
+    make_gradients(run)
