@@ -18,14 +18,9 @@ from glm5_jax.model.attention.context import (
   visible,
   write,
 )
+from glm5_jax.model.attention.forms import attend_causal, attend_selected, attend_visible
 from glm5_jax.model.attention.indexer import Indexer, IndexerInputs, index_scores
-from glm5_jax.model.attention.latent import (
-  Latent,
-  attend_causal,
-  attend_selected,
-  attend_visible,
-  project_latent,
-)
+from glm5_jax.model.attention.latent import Latent, project_latent
 from glm5_jax.parallel import spmd
 from pallas_kernels.topk import topk, topk_mask
 

@@ -5,7 +5,8 @@ from flax import linen as nn
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.model.attention.context import AttentionContext, AttentionOutput, LayerCache, Selection
-from glm5_jax.model.attention.latent import attend_causal, project_latent
+from glm5_jax.model.attention.forms import attend_causal
+from glm5_jax.model.attention.latent import project_latent
 
 
 class FullAttention(nn.Module):

@@ -12,7 +12,8 @@ from glm5_jax.model.attention.context import (
   Selection,
   visible,
 )
-from glm5_jax.model.attention.latent import attend_visible, project_latent
+from glm5_jax.model.attention.forms import attend_visible
+from glm5_jax.model.attention.latent import project_latent
 
 
 class SlidingAttention(nn.Module):

@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from glm5_jax.parallel import spmd
 
 BLOCK = 1024  # queries and keys of a tile; larger ones leave the matrix units idle less
+RESULT = "splash_result"  # name of the output and its log-sum-exp, for rematerialisation
 LANES = 128  # rows are cut into multiples of it
 
 
@@ -57,7 +58,12 @@ def _kernel(heads: int, queries: int, keys: int, interpret: bool):
   )
   mask = masks.MultiHeadMask([_Causal(keys, shards)] * heads)
   whole = kernels.make_splash_mha(
-    mask, block_sizes=sizes, head_shards=1, q_seq_shards=shards, interpret=interpret
+    mask,
+    block_sizes=sizes,
+    head_shards=1,
+    q_seq_shards=shards,
+    residual_checkpoint_name=RESULT,
+    interpret=interpret,
   )
   if shards == 1:
     return whole
