@@ -13,9 +13,14 @@ import jax.numpy as jnp
 class RowPlan(NamedTuple):
   """Where each of the M · K (token, slot) pairs stands among rows sorted by expert."""
 
-  token_of_row: jax.Array  # int32 [rows]; M for a padding row
+  pair_of_row: jax.Array  # int32 [rows], token · K + slot; M · K for a padding row
   row_of_slot_MK: jax.Array  # int32
   group_sizes_E: jax.Array  # int32, padding rows included; sums to at most the number of rows
+
+  @property
+  def token_of_row(self) -> jax.Array:
+    """int32 [rows]; M for a padding row."""
+    return self.pair_of_row // self.row_of_slot_MK.shape[1]
 
 
 def plan_rows(experts_MK: jax.Array, n_experts: int, alignment: int) -> RowPlan:
@@ -33,57 +38,58 @@ def plan_rows(experts_MK: jax.Array, n_experts: int, alignment: int) -> RowPlan:
   sizes_E = -(-counts_E // alignment) * alignment
   begins_E = jnp.cumsum(sizes_E) - sizes_E
   row_of_slot = begins_E[flat] + rank_in_group
-  token_of_row = jnp.full(rows, M, jnp.int32)
-  token_of_row = token_of_row.at[row_of_slot].set(
-    jnp.arange(pairs, dtype=jnp.int32) // K, unique_indices=True, mode="promise_in_bounds"
+  pair_of_row = jnp.full(rows, pairs, jnp.int32)
+  pair_of_row = pair_of_row.at[row_of_slot].set(
+    jnp.arange(pairs, dtype=jnp.int32), unique_indices=True, mode="promise_in_bounds"
   )
-  return RowPlan(token_of_row, row_of_slot.reshape(M, K), sizes_E)
+  return RowPlan(pair_of_row, row_of_slot.reshape(M, K), sizes_E)
 
 
-def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-  """x[rows], rows out of range giving 0."""
-  return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
+def take(x: jax.Array, index: jax.Array, rows: RowPlan) -> jax.Array:
+  """x[index], index being of rows; 0 for padding rows, as they count in weights' gradients."""
+  if rows.pair_of_row.size == rows.row_of_slot_MK.size:
+    return x.at[index].get(mode="promise_in_bounds")
+  return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _pick(x: jax.Array, rows: RowPlan) -> jax.Array:
+  """[M, K, …]: what stands in each pair's row."""
+  return x.at[rows.row_of_slot_MK].get(mode="promise_in_bounds")
 
 
 @jax.custom_vjp
 def dispatch(x_MD: jax.Array, rows: RowPlan) -> jax.Array:
   """[rows, D]: each row its token's activations, 0 where padding."""
-  return _take(x_MD, rows.token_of_row)
-
-
-def _dispatch_forward(x_MD, rows):
-  return dispatch(x_MD, rows), rows
+  return take(x_MD, rows.token_of_row, rows)
 
 
 def _dispatch_backward(rows, grad):
-  picked_MKD = jnp.take(grad, rows.row_of_slot_MK, axis=0, mode="clip")
-  return jnp.sum(picked_MKD, axis=1, dtype=jnp.float32).astype(grad.dtype), None
+  return jnp.sum(_pick(grad, rows), axis=1, dtype=jnp.float32).astype(grad.dtype), None
 
 
-dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+dispatch.defvjp(lambda x_MD, rows: (dispatch(x_MD, rows), rows), _dispatch_backward)
 
 
 @jax.custom_vjp
-def combine(out: jax.Array, weights_MK: jax.Array, rows: RowPlan) -> jax.Array:
-  """[M, D] float32: each token's weighted sum over its slots' rows."""
-  return _combine_forward(out, weights_MK, rows)[0]
+def spread(gates_MK: jax.Array, rows: RowPlan) -> jax.Array:
+  """[rows]: each row its pair's number, 0 where padding."""
+  return take(gates_MK.reshape(-1), rows.pair_of_row, rows)
 
 
-def _combine_forward(out, weights_MK, rows):
-  picked_MKD = jnp.take(out, rows.row_of_slot_MK, axis=0, mode="clip").astype(jnp.float32)
-  return jnp.sum(picked_MKD * weights_MK[..., None], axis=1), (out, weights_MK, rows)
+spread.defvjp(
+  lambda gates_MK, rows: (spread(gates_MK, rows), rows), lambda rows, grad: (_pick(grad, rows), None)
+)
 
 
-def _combine_backward(saved, grad_MD):
-  out, weights_MK, rows = saved
-  picked_MKD = jnp.take(out, rows.row_of_slot_MK, axis=0, mode="clip").astype(jnp.float32)
-  grad_weights_MK = jnp.sum(picked_MKD * grad_MD[:, None], axis=-1)
-  weight_of_row = jnp.zeros(rows.token_of_row.shape[0], jnp.float32)
-  weight_of_row = weight_of_row.at[rows.row_of_slot_MK.reshape(-1)].set(
-    weights_MK.reshape(-1), unique_indices=True, mode="promise_in_bounds"
-  )
-  grad_out = _take(grad_MD, rows.token_of_row) * weight_of_row[:, None]
-  return grad_out.astype(out.dtype), grad_weights_MK.astype(weights_MK.dtype), None
+@jax.custom_vjp
+def collect(out: jax.Array, rows: RowPlan) -> jax.Array:
+  """[M, D] float32: the sum of each token's rows."""
+  return jnp.sum(_pick(out, rows).astype(jnp.float32), axis=1)
 
 
-combine.defvjp(_combine_forward, _combine_backward)
+def _collect_backward(saved, grad_MD):
+  rows, like = saved
+  return take(grad_MD.astype(like.dtype), rows.token_of_row, rows), None
+
+
+collect.defvjp(lambda out, rows: (collect(out, rows), (rows, jnp.zeros((0,), out.dtype))), _collect_backward)

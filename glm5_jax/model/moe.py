@@ -1,18 +1,18 @@
 """Mixture of experts: route, sort rows by expert, grouped matmuls, combine. No token is dropped."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.dispatch import combine, dispatch, plan_rows
+from glm5_jax.model.dispatch import collect, dispatch, plan_rows, spread
+from glm5_jax.model.expert_parallel import expert_parallel
 from glm5_jax.model.layers import SwiGLU
 from glm5_jax.model.router import expert_counts, route, sequence_balance_loss
 from glm5_jax.model.weights import normal, residual, weight, zeros
 from glm5_jax.parallel import spmd
-from glm5_jax.parallel.experts import expert_parallel
 from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment
 
 
@@ -33,37 +33,54 @@ class Experts(nn.Module):
     gate_EDF = weight(self, "gate_proj", (E, D, F), into, normal(cfg), cfg.param_dtype, dtype)
     up_EDF = weight(self, "up_proj", (E, D, F), into, normal(cfg), cfg.param_dtype, dtype)
     down_EFD = weight(self, "down_proj", (E, F, D), out, residual(cfg), cfg.param_dtype, dtype)
-    weights = tuple(w.astype(dtype) for w in (gate_EDF, up_EDF, down_EFD))
+    weights = gate_EDF.astype(dtype), up_EDF.astype(dtype), down_EFD.astype(dtype)
     x_MD = x_MD.astype(dtype)
-    implementation = cfg.moe_implementation or None
+    swiglu = GroupedSwiGLU(cfg.moe_implementation)
     if spmd.size("expert") > 1:
-      here = functools.partial(_rows_by_expert, implementation)
-      return expert_parallel(here, weights, x_MD, experts_MK, weights_MK, E).astype(dtype)
+      return expert_parallel(swiglu, weights, x_MD, experts_MK, weights_MK, E).astype(dtype)
     if _dense_is_cheaper(x_MD.shape[0], cfg):
       return _all_experts(x_MD, experts_MK, weights_MK, *weights)
-    alignment = row_alignment(experts_MK.size, E, implementation)
+    alignment = swiglu.alignment(experts_MK.size, E)
     rows = plan_rows(experts_MK, E, alignment)
-    out_rows = _feed_forward(weights, dispatch(x_MD, rows), rows.group_sizes_E, implementation, alignment)
-    return combine(out_rows, weights_MK, rows).astype(dtype)
+    gate_rows = spread(weights_MK, rows)
+    out_rows = swiglu(weights, dispatch(x_MD, rows), gate_rows, rows.group_sizes_E, alignment)
+    return collect(out_rows, rows).astype(dtype)
 
 
-def _feed_forward(weights, sorted_x, group_sizes_E, implementation, alignment) -> jax.Array:
-  """SwiGLU of rows sorted by expert."""
-  gate_EDF, up_EDF, down_EFD = weights
+@dataclasses.dataclass(frozen=True)
+class GroupedSwiGLU:
+  """down(w · silu(gate x) · up x) of rows sorted by expert, w being the router's weight of the row.
 
-  def matmul(a, w):
-    return grouped_matmul(a, w, group_sizes_E, implementation, alignment)
+  The weight multiplies before the last product, where it costs a third of what it costs after it, and where
+  its gradient needs no result of that product.
+  """
 
-  return matmul(jax.nn.silu(matmul(sorted_x, gate_EDF)) * matmul(sorted_x, up_EDF), down_EFD)
+  implementation: str  # of the grouped matmul; "" picks by back end
 
+  def alignment(self, rows: int, experts: int) -> int:
+    """The multiple that groups are best padded to."""
+    return row_alignment(rows, experts, self.implementation or None)
 
-def _rows_by_expert(implementation, weights, x_RD, expert_R) -> jax.Array:
-  """SwiGLU of rows in any order, each with its own expert; an id past the last gives 0."""
-  E = weights[0].shape[0]
-  alignment = row_alignment(expert_R.size, E, implementation)
-  rows = plan_rows(expert_R[:, None], E + 1, alignment)
-  out_rows = _feed_forward(weights, dispatch(x_RD, rows), rows.group_sizes_E[:E], implementation, alignment)
-  return combine(out_rows, jnp.ones((expert_R.size, 1), jnp.float32), rows).astype(x_RD.dtype)
+  def __call__(
+    self,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    x_rows: jax.Array,
+    weight_rows: jax.Array,
+    group_sizes_E: jax.Array,
+    alignment: int,
+    zero_rest: bool = True,
+  ) -> jax.Array:
+    """x [rows, D] → [rows, D]; float32 between the products. `zero_rest` as in grouped_matmul."""
+    gate_EDF, up_EDF, down_EFD = weights
+
+    def matmul(a, w):
+      return grouped_matmul(a, w, group_sizes_E, self.implementation or None, alignment, zero_rest)
+
+    # As one product: its backward pass then has no two gradients of x to add.
+    both = matmul(x_rows, jnp.concatenate([gate_EDF, up_EDF], axis=-1))
+    gate, up = (half.astype(jnp.float32) for half in jnp.split(both, 2, axis=-1))
+    hidden = jax.nn.silu(gate) * up * weight_rows[:, None]
+    return matmul(hidden.astype(x_rows.dtype), down_EFD)
 
 
 def _dense_is_cheaper(tokens: int, cfg: ModelConfig) -> bool:

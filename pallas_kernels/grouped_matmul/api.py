@@ -1,7 +1,7 @@
 """Public interface of the grouped matmul, dropless and differentiable.
 
-Every implementation: rows past sum(group_sizes) give 0 and get no gradient; an empty group's weight
-gradient is exactly 0.
+Every implementation: rows past sum(group_sizes) give 0 and get no gradient, unless the caller wants nothing
+of them; an empty group's weight gradient is exactly 0.
 """
 
 from typing import Any
@@ -41,6 +41,7 @@ def grouped_matmul(
   group_sizes_E: jax.Array,
   implementation: str | None = None,
   alignment: int = 1,
+  zero_rest: bool = True,
 ) -> jax.Array:
   """Row m of group e becomes x[m] @ w[e]; float32 accumulation, result [M, N] in x's dtype.
 
@@ -53,9 +54,11 @@ def grouped_matmul(
       ragged_dot is about ten times slower on CPU, and masked dense on v6e and tpu7x.
     alignment: what the caller promises every group size to be a multiple of; rows past the last group
       must then be finite, as they are multiplied by 0.
+    zero_rest: False where nobody reads the rows past the last group, of the result and of x's gradient: they
+      may then hold anything, and need not be written.
   """
   if x_MK.ndim != 2 or w_EKN.ndim != 3 or x_MK.shape[1] != w_EKN.shape[1]:
     raise ValueError(f"grouped_matmul needs x [M, K] and w [E, K, N], got {x_MK.shape} and {w_EKN.shape}")
   if group_sizes_E.shape != w_EKN.shape[:1]:
     raise ValueError(f"{w_EKN.shape[0]} matrices need as many group sizes, got {group_sizes_E.shape}")
-  return _pick(implementation).grouped_matmul(x_MK, w_EKN, group_sizes_E, alignment)
+  return _pick(implementation).grouped_matmul(x_MK, w_EKN, group_sizes_E, alignment, zero_rest)

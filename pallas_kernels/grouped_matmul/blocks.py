@@ -20,8 +20,11 @@ def row_alignment(rows: int, groups: int) -> int:
   return min(MAX_BLOCK, 1 << (mean - 1).bit_length())
 
 
-def grouped_matmul(x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, alignment: int) -> jax.Array:
+def grouped_matmul(
+  x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, alignment: int, zero_rest: bool = True
+) -> jax.Array:
   """See api.grouped_matmul. Groups that are not aligned are spread over padded blocks and gathered back."""
+  del zero_rest
   M, E = x_MK.shape[0], w_EKN.shape[0]
   wanted = row_alignment(M, E)
   if alignment >= min(wanted, 8) and M % alignment == 0:

@@ -16,16 +16,23 @@ LANES = 128
 
 
 def grouped_matmul(
-  x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, alignment: int = 1, interpret: bool = False
+  x_MK: jax.Array,
+  w_EKN: jax.Array,
+  group_sizes_E: jax.Array,
+  alignment: int = 1,
+  zero_rest: bool = True,
+  interpret: bool = False,
 ) -> jax.Array:
   """See api.grouped_matmul. Alignment does not matter here."""
   del alignment
   M = x_MK.shape[0]
   tile = min(TILE_ROWS, -(-M // 8) * 8)
   x_MK = jnp.pad(x_MK, ((0, -M % tile), (0, 0)))
-  covered = (jnp.arange(x_MK.shape[0]) < jnp.sum(group_sizes_E))[:, None]
   tiling = (tile, _tile(w_EKN.shape[1]), _tile(w_EKN.shape[2]))
   sizes_E = group_sizes_E.astype(jnp.int32)
+  if not zero_rest:
+    return gmm(x_MK, w_EKN, sizes_E, x_MK.dtype, tiling, interpret=interpret)[:M]
+  covered = (jnp.arange(x_MK.shape[0]) < jnp.sum(group_sizes_E))[:, None]
   out = gmm(_without_rest(x_MK, covered), w_EKN, sizes_E, x_MK.dtype, tiling, interpret=interpret)
   return jnp.where(covered, out, 0)[:M]
 

@@ -15,10 +15,10 @@ def group_of_row(group_sizes_E: jax.Array, rows: int) -> jax.Array:
 
 
 def grouped_matmul(
-  x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, alignment: int = 1
+  x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, alignment: int = 1, zero_rest: bool = True
 ) -> jax.Array:
   """See api.grouped_matmul. Alignment does not matter here."""
-  del alignment
+  del alignment, zero_rest
   groups = group_of_row(group_sizes_E, x_MK.shape[0])
   mine_ME = (groups[:, None] == jnp.arange(w_EKN.shape[0])).astype(jnp.float32)
   return jnp.einsum("mk,ekn,me->mn", x_MK, w_EKN, mine_ME, preferred_element_type=jnp.float32).astype(

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 from glm5_jax.config import MeshConfig, glm5_744b, tiny
 from glm5_jax.errors import UserError
 from glm5_jax.model import abstract_params, logical_axes
+from glm5_jax.model.expert_parallel import capacity
 from glm5_jax.parallel import spmd
-from glm5_jax.parallel.experts import capacity
 from glm5_jax.parallel.mesh import AXES, axis_sizes, check_shapes, make_mesh
 from glm5_jax.parallel.rules import RULES, gathered_axes, param_shardings, spec, unsplit_axes
 

@@ -8,20 +8,28 @@ keeping them.
 """
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from glm5_jax.model.dispatch import plan_rows, take
 from glm5_jax.parallel import spmd
 
 AXIS = "expert"
+MORE_ROUNDS = "more_rounds"  # scope of what runs only where the routers are out of balance
 SLACK = 1.25  # rows of a round over those of a balanced router
 ROW_MULTIPLE = 8  # capacity is rounded up to whole tiles
 
-# (weights, rows [rows, D], local expert of each row int32, E / R where empty) → [rows, D]
-ExpertFn = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+class GroupedFn(Protocol):
+  """What a shard does with rows sorted by its own experts, such as moe.GroupedSwiGLU. Hashable."""
+
+  def alignment(self, rows: int, experts: int) -> int: ...
+
+  def __call__(self, weights, x_rows, weight_rows, group_sizes_E, alignment, zero_rest) -> jax.Array: ...
 
 
 class Queues(NamedTuple):
@@ -42,9 +50,9 @@ def capacity(pairs: int, shards: int) -> int:
 
 
 def expert_parallel(
-  fn: ExpertFn, weights: Any, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array, n_experts: int
+  fn: GroupedFn, weights: Any, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array, n_experts: int
 ) -> jax.Array:
-  """[M, D] float32: each token's weighted sum over its experts, wherever they live.
+  """[M, D] float32: the sum over each token's experts, wherever they live, weighted inside `fn`.
 
   Args:
     fn: computes rows with this shard's experts; may return a part of a sum over `tensor`.
@@ -61,53 +69,48 @@ def _apply(fn, n_experts, weights, x_MD, experts_MK, weights_MK):
 
 def _forward(fn, n_experts, weights, x_MD, experts_MK, weights_MK):
   queues = _queues(experts_MK, n_experts)
-  rows = capacity(experts_MK.size, spmd.size(AXIS))
 
-  def round_(carry):
-    i, y_MD = carry
-    send = _Round(queues, i, rows, n_experts, experts_MK.shape)
-    out = fn(weights, send.to_experts(send.rows_of(x_MD)), send.to_experts(send.local_experts()))
-    picked_MKD = send.picked(send.back(out)).astype(jnp.float32)
-    return i + 1, y_MD + jnp.sum(picked_MKD * weights_MK[..., None], axis=1)
+  def round_(number):
+    send = _Round(queues, number, n_experts, experts_MK.shape)
+    here = _Here(fn, send)
+    x, gates = send.to_experts(send.rows_of(x_MD)), send.to_experts(send.pairs_of(weights_MK))
+    out = here.as_received(here.compute(weights, here.sorted(x), here.sorted(gates)))
+    return jnp.sum(send.picked(send.back(out)), axis=0, dtype=jnp.float32)
 
-  start = (jnp.zeros((), jnp.int32), jnp.zeros(x_MD.shape, jnp.float32))
-  _, y_MD = jax.lax.while_loop(lambda carry: carry[0] < queues.rounds, round_, start)
-  return y_MD, (weights, x_MD, experts_MK, weights_MK)
+  return _sum_of_rounds(round_, queues.rounds), (weights, x_MD, experts_MK, weights_MK)
 
 
 def _backward(fn, n_experts, saved, grad_MD):
   weights, x_MD, experts_MK, weights_MK = saved
   queues = _queues(experts_MK, n_experts)
-  rows = capacity(experts_MK.size, spmd.size(AXIS))
   grad_MD = grad_MD.astype(x_MD.dtype)
 
-  def round_(carry):
-    i, grad_weights, grad_x_MD, grad_gate_MK = carry
-    send = _Round(queues, i, rows, n_experts, experts_MK.shape)
-    experts = send.to_experts(send.local_experts())
-    gate = send.to_experts(send.pairs_of(weights_MK))
-    grad = send.to_experts(send.rows_of(grad_MD)).astype(jnp.float32)
-    out, pullback = jax.vjp(lambda w, x: fn(w, x, experts), weights, send.to_experts(send.rows_of(x_MD)))
-    grad_w, grad_rows = pullback((grad * gate[:, None]).astype(out.dtype))
-    grad_gate = jnp.sum(out.astype(jnp.float32) * grad, axis=-1)
-    grad_weights = jax.tree.map(lambda total, new: total + new.astype(total.dtype), grad_weights, grad_w)
-    picked_MKD = send.picked(send.back(grad_rows)).astype(jnp.float32)
-    return (
-      i + 1,
-      grad_weights,
-      grad_x_MD + jnp.sum(picked_MKD, axis=1),
-      grad_gate_MK + send.picked(send.back(grad_gate)),
-    )
+  def round_(number):
+    send = _Round(queues, number, n_experts, experts_MK.shape)
+    here = _Here(fn, send)
+    x, grad = send.to_experts(send.rows_of(x_MD)), send.to_experts(send.rows_of(grad_MD))
+    gates = send.to_experts(send.pairs_of(weights_MK))
+    _, pullback = jax.vjp(here.compute, weights, here.sorted(x), here.sorted(gates))
+    grad_weights, grad_rows, grad_gates = pullback(here.sorted(grad))
+    grad_x_KMD = send.picked(send.back(here.as_received(grad_rows)))
+    grad_gates_KM = send.picked(send.back(here.as_received(grad_gates)))
+    return grad_weights, jnp.sum(grad_x_KMD, axis=0, dtype=jnp.float32), grad_gates_KM.T
 
-  start = (
-    jnp.zeros((), jnp.int32),
-    jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), weights),
-    jnp.zeros(x_MD.shape, jnp.float32),
-    jnp.zeros(weights_MK.shape, jnp.float32),
-  )
-  result = jax.lax.while_loop(lambda carry: carry[0] < queues.rounds, round_, start)
-  _, grad_weights, grad_x_MD, grad_gate_MK = result
-  return grad_weights, grad_x_MD.astype(x_MD.dtype), None, grad_gate_MK.astype(weights_MK.dtype)
+  grad_weights, grad_x_MD, grad_gates_MK = _sum_of_rounds(round_, queues.rounds)
+  return grad_weights, grad_x_MD.astype(x_MD.dtype), None, grad_gates_MK.astype(weights_MK.dtype)
+
+
+def _sum_of_rounds(round_: Callable[[jax.Array], Any], rounds: jax.Array) -> Any:
+  """Of a tree that `round_` makes of its number. Usually there is one, which then costs no addition."""
+
+  def one_more(carry):
+    number, total = carry
+    return number + 1, jax.tree.map(jnp.add, total, round_(number))
+
+  first = round_(jnp.zeros((), jnp.int32))
+  with jax.named_scope(MORE_ROUNDS):
+    more = (jnp.ones((), jnp.int32), first)
+    return jax.lax.while_loop(lambda carry: carry[0] < rounds, one_more, more)[1]
 
 
 _apply.defvjp(_forward, _backward)
@@ -131,13 +134,36 @@ def _queues(experts_MK: jax.Array, n_experts: int) -> Queues:
   return Queues(expert_P, shard_P, place_P, order_P, counts_R, spmd.pmax(rounds, (AXIS,)))
 
 
+class _Here:
+  """The rows that a shard receives in one round, by its own experts. Empty ones come last, in no group."""
+
+  def __init__(self, fn: GroupedFn, send: "_Round"):
+    expert_R = send.to_experts(send.local_experts())
+    experts = send.experts
+    self._fn, self._alignment = fn, fn.alignment(expert_R.size, experts)
+    self._plan = plan_rows(expert_R[:, None], experts + 1, self._alignment)
+    self._sizes_E = self._plan.group_sizes_E[:experts]
+
+  def sorted(self, x: jax.Array) -> jax.Array:
+    """Received rows [R · C, …] → by expert."""
+    return take(x, self._plan.pair_of_row, self._plan)
+
+  def as_received(self, x: jax.Array) -> jax.Array:
+    """The other way."""
+    return x.at[self._plan.row_of_slot_MK[:, 0]].get(mode="promise_in_bounds")
+
+  def compute(self, weights: Any, x: jax.Array, gates: jax.Array) -> jax.Array:
+    """What comes out in empty rows is sent back and read by nobody."""
+    return self._fn(weights, x, gates, self._sizes_E, self._alignment, zero_rest=False)
+
+
 class _Round:
   """Which pair travels in which row of one round."""
 
-  def __init__(self, queues: Queues, number: jax.Array, rows: int, n_experts: int, shape: tuple[int, ...]):
-    self._queues, self._rows, self._shape = queues, rows, shape
-    self._shards = spmd.size(AXIS)
-    self._experts = n_experts // self._shards  # of one shard
+  def __init__(self, queues: Queues, number: jax.Array, n_experts: int, shape: tuple[int, ...]):
+    self._queues, self._shape, self._shards = queues, shape, spmd.size(AXIS)
+    self._rows = rows = capacity(math.prod(shape), self._shards)
+    self.experts = n_experts // self._shards  # of one shard
     begins_R = jnp.cumsum(queues.counts_R) - queues.counts_R
     within = number * rows + jnp.arange(rows, dtype=jnp.int32)
     self._used_RC = within < queues.counts_R[:, None]
@@ -147,9 +173,8 @@ class _Round:
     self._row_P = jnp.where(in_round_P, row_P, self._shards * rows)  # past the end: fetched as 0
 
   def rows_of(self, x_MD: jax.Array) -> jax.Array:
-    """[R, C, D] to send: each pair's token, 0 where empty."""
-    picked = jnp.take(x_MD, self._pair_RC // self._shape[1], axis=0)
-    return jnp.where(self._used_RC[..., None], picked, 0)
+    """[R, C, D] to send: each pair's token, any token where empty."""
+    return x_MD.at[self._pair_RC // self._shape[1]].get(mode="promise_in_bounds")
 
   def pairs_of(self, x_MK: jax.Array) -> jax.Array:
     """[R, C] of a number a pair, 0 where empty."""
@@ -157,7 +182,7 @@ class _Round:
 
   def local_experts(self) -> jax.Array:
     """[R, C] int32: which of the destination's experts, the number of its experts where empty."""
-    return jnp.where(self._used_RC, self._queues.expert_P[self._pair_RC] % self._experts, self._experts)
+    return jnp.where(self._used_RC, self._queues.expert_P[self._pair_RC] % self.experts, self.experts)
 
   def to_experts(self, x_RC: jax.Array) -> jax.Array:
     """The exchange: [R, C, …] by destination → [R · C, …] by source."""
@@ -171,9 +196,9 @@ class _Round:
     return returned.reshape(rows.shape)
 
   def picked(self, returned: jax.Array) -> jax.Array:
-    """[M, K, …]: each pair's result, 0 for those of other rounds."""
-    rows = jnp.take(returned, self._row_P, axis=0, mode="fill", fill_value=0)
-    return rows.reshape(*self._shape, *returned.shape[1:])
+    """[K, M, …]: each pair's result, 0 for those of other rounds. Sums over the first axis are cheap."""
+    row_KM = self._row_P.reshape(self._shape).T
+    return returned.at[row_KM].get(mode="fill", fill_value=0)
 
 
 def _clipped(index: jax.Array, queues: Queues) -> jax.Array:
