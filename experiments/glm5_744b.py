@@ -32,7 +32,7 @@ def get_config(version: str = "5") -> RunConfig:
   steps = steps_until(TOKENS)
   return RunConfig(
     name=f"glm{version}_744b",
-    model=MODELS[version]().replace(remat="full", param_dtype="float32"),
+    model=MODELS[version]().replace(remat="attention", param_dtype="float32"),
     data=DataConfig(seq_len=SEQ_LEN, packing="truncate", shards=ROW_MULTIPLE),
     optim=OptimConfig(name="muon_split", peak_lr=2e-4, final_lr=4e-5, schedule="cosine", warmup_steps=2000),
     train=TrainConfig(
@@ -44,6 +44,7 @@ def get_config(version: str = "5") -> RunConfig:
       mtp_switch=steps_until(SWITCH_TOKENS) / steps,
       router_bias_rate=1e-3,
       balance_weight=1e-4,
+      loss_chunk=SEQ_LEN,  # ours
       eval_every=1000,
       checkpoint_every=500,
     ),

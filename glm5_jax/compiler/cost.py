@@ -80,7 +80,7 @@ class Cost:
     kernel_cycles: of the kernels whose FLOPs are known, as if the matrix units did nothing else.
     matmul_flops: of the matrix products outside kernels, recomputation included.
     host_bytes: copied to or from the host's memory.
-    unknown_loops: op names of loops whose trip count depends on data; counted once.
+    unknown_loops: op names of loops whose trip count depends on data, and how often they were counted.
     without_estimate: other instructions that should cost something but carry no estimate, by opcode.
   """
 
@@ -92,7 +92,7 @@ class Cost:
   largest_ops: tuple[Op, ...]
   unpriced: tuple[Unpriced, ...]
   exchanges: tuple[Exchange, ...]
-  unknown_loops: tuple[str, ...]
+  unknown_loops: dict[str, int]
   without_estimate: dict[str, int]
 
 
@@ -103,38 +103,43 @@ class Execution:
   count: int
 
 
-def executions(module: Module, unknown_loops: list[str] | None = None) -> Iterator[Execution]:
+def executions(
+  module: Module, unknown_loops: dict[str, int] | None = None, trips: Mapping[str, int] | None = None
+) -> Iterator[Execution]:
   """Every instruction that is scheduled by itself, with how often it runs; fusions are not entered.
 
   Of a conditional the branch with the larger estimate is taken. Loops without a known trip count are
-  followed once and noted in `unknown_loops`.
+  followed as often as `trips` says of a part of their op name, or else once, and noted in `unknown_loops`.
   """
-  noted = unknown_loops if unknown_loops is not None else []
-  yield from _walk(module, Frame(module.entry), 1, noted)
+  noted = unknown_loops if unknown_loops is not None else {}
+  yield from _walk(module, Frame(module.entry), 1, noted, trips or {})
 
 
-def _walk(module: Module, frame: Frame, count: int, unknown: list[str]) -> Iterator[Execution]:
+def _walk(
+  module: Module, frame: Frame, count: int, unknown: dict[str, int], expected: Mapping[str, int]
+) -> Iterator[Execution]:
   for instruction in module.computations[frame.computation].values():
     yield Execution(instruction, frame.computation, count)
     if instruction.opcode == "while":
       trips = trip_count(module, frame, instruction)
       if trips is None:
-        unknown.append(instruction.op_name or instruction.name)
-        trips = 1
+        name = instruction.op_name or instruction.name
+        unknown[name] = trips = next((times for part, times in expected.items() if part in name), 1)
       inner = Frame(instruction.called["body"], instruction, frame)
-      yield from _walk(module, inner, count * trips, unknown)
-      yield from _walk(module, Frame(instruction.called["condition"]), count * (trips + 1), unknown)
+      if trips:
+        yield from _walk(module, inner, count * trips, unknown, expected)
+      yield from _walk(module, Frame(instruction.called["condition"]), count * (trips + 1), unknown, expected)
     elif instruction.opcode == "conditional":
       costliest = max(instruction.branches, key=lambda branch: _estimate(module, branch))
-      yield from _walk(module, Frame(costliest), count, unknown)
+      yield from _walk(module, Frame(costliest), count, unknown, expected)
     elif instruction.opcode in ("call", "async-start"):
       callee = instruction.called.get("to_apply") or instruction.called.get("calls")
       if callee in module.computations:
-        yield from _walk(module, Frame(callee), count, unknown)
+        yield from _walk(module, Frame(callee), count, unknown, expected)
 
 
 def _estimate(module: Module, computation: str) -> int:
-  walked = _walk(module, Frame(computation), 1, [])
+  walked = _walk(module, Frame(computation), 1, {}, {})
   return sum((step.instruction.estimated_cycles or 0) * step.count for step in walked)
 
 
@@ -143,6 +148,7 @@ def program_cost(
   mesh: MeshAxes,
   flops_per_cycle: int,
   priced_kernels: Mapping[str, FlopsOfKernel] | None = None,
+  trips: Mapping[str, int] | None = None,
 ) -> Cost:
   """Adds up the whole module.
 
@@ -151,15 +157,16 @@ def program_cost(
     flops_per_cycle: of a device, for the kernels.
     priced_kernels: FLOPs of one execution on one device, or a function of the Kernel that says so, by a
       part of the kernel's name or op name; the first that matches counts, before what the kernel declares.
+    trips: of loops whose trip count depends on data, by a part of their op name; 1 for others.
   """
-  unknown: list[str] = []
+  unknown: dict[str, int] = {}
   by_kind: Counter[str] = Counter()
   silent: Counter[str] = Counter()
-  ops: list[Op] = []
+  ops: dict[tuple[str, str], Op] = {}
   unpriced: list[Unpriced] = []
   exchanged: dict[tuple[str, str], list[int]] = {}
   flops = host = 0
-  for step in executions(module, unknown):
+  for step in executions(module, unknown, trips):
     instruction, count = step.instruction, step.count
     flops += matmul_flops(module, step.computation, instruction) * count
     host += _host_bytes(instruction) * count
@@ -171,7 +178,7 @@ def program_cost(
     cycles = instruction.estimated_cycles
     if cycles is not None:
       by_kind[instruction.opcode] += cycles * count
-      ops.append(Op(instruction.name, instruction.opcode, instruction.op_name, cycles * count, count))
+      _add(ops, Op(instruction.name, instruction.opcode, instruction.op_name, cycles * count, count))
     elif item := _unpriced(module, step, flops_per_cycle, priced_kernels or {}):
       unpriced.append(item)
     elif not collectives and instruction.opcode in _COSTLY:
@@ -182,12 +189,12 @@ def program_cost(
     matmul_flops=flops,
     host_bytes=host,
     cycles_by_kind=dict(by_kind.most_common()),
-    largest_ops=tuple(sorted(ops, key=lambda op: -op.cycles)[:TOP]),
+    largest_ops=tuple(sorted(ops.values(), key=lambda op: -op.cycles)[:TOP]),
     unpriced=_merged(unpriced),
     exchanges=tuple(
       sorted((Exchange(*key, *total) for key, total in exchanged.items()), key=lambda e: -e.wire_bytes)
     ),
-    unknown_loops=tuple(dict.fromkeys(unknown)),
+    unknown_loops=unknown,
     without_estimate=dict(silent.most_common()),
   )
 
@@ -238,6 +245,16 @@ def _kernel_flops(
       return float(price(kernel) if callable(price) else price), "caller"
   declared = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
   return (float(declared[1]), "kernel") if declared and int(declared[1]) else (None, "")
+
+
+def _add(ops: dict[tuple[str, str], Op], op: Op) -> None:
+  """Equal operations, such as copies that unrolling made, count as one."""
+  key = op.kind, op.op_name or op.name
+  if before := ops.get(key):
+    op = dataclasses.replace(
+      op, cycles=op.cycles + before.cycles, executions=op.executions + before.executions
+    )
+  ops[key] = op
 
 
 def _merged(items: list[Unpriced]) -> tuple[Unpriced, ...]:

@@ -27,6 +27,7 @@ def compile_program(
   mesh: Mesh,
   model_flops: float | None = None,
   priced_kernels: Mapping[str, FlopsOfKernel] | None = None,
+  trips: Mapping[str, int] | None = None,
   title: str = "program",
   dims: Dims | None = None,
 ) -> Report:
@@ -39,6 +40,7 @@ def compile_program(
     mesh: of the topology's devices, see `topology_devices`.
     model_flops: of one run over all devices, for the utilisation.
     priced_kernels: FLOPs of one execution of a Pallas kernel on one device, by a part of its name or scope.
+    trips: of loops whose trip count depends on data, by a part of their op name; 1 for others.
     title: what the report calls the program.
     dims: sizes of the model, to explain a refusal by.
 
@@ -67,7 +69,7 @@ def compile_program(
     mesh=dict(mesh.shape),
     memory=_memory(compiled.memory_analysis(), assignment),
     buffers=assignment.buffers if assignment else _largest_values(module),
-    cost=program_cost(module, tuple(mesh.shape.items()), flops_per_cycle, priced_kernels),
+    cost=program_cost(module, tuple(mesh.shape.items()), flops_per_cycle, priced_kernels, trips),
     model_flops=model_flops,
     lower_seconds=between - started,
     compile_seconds=ended - between,

@@ -108,8 +108,10 @@ class Report:
       silent = ", ".join(f"{count:,} {kind}" for kind, count in self.cost.without_estimate.items())
       notes.append(f"Executions of instructions that carry no estimate: {silent}.")
     if self.cost.unknown_loops:
-      loops = ", ".join(short_path(name, 48) for name in self.cost.unknown_loops)
-      notes.append(f"Loops whose trip count depends on data, counted once: {loops}.")
+      loops = ", ".join(
+        f"{times} × {short_path(name, 48)}" for name, times in self.cost.unknown_loops.items()
+      )
+      notes.append(f"Loops whose trip count depends on data, counted as: {loops}.")
     return notes
 
   def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.attention import ATTENTION
+from glm5_jax.model.attention import ATTENTION, splash
 from glm5_jax.model.attention.context import AttentionContext, LayerCache, Selection
 from glm5_jax.model.layers import SwiGLU, rms_norm
 from glm5_jax.model.moe import MoE
@@ -91,7 +91,7 @@ _policies = jax.checkpoint_policies
 REMAT: dict[str, Any] = {
   "full": None,  # each layer's input
   "dots": _policies.dots_with_no_batch_dims_saveable,  # and the results of matmuls with weights
-  "attention": _policies.save_only_these_names(INPUT, ATTENDED),  # and what attention returned
+  "attention": _policies.save_only_these_names(INPUT, ATTENDED, splash.RESULT),  # and what attention returned
   "offload": _policies.save_and_offload_only_these_names(  # each layer's input, in the host's memory
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=[INPUT],

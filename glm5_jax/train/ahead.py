@@ -11,6 +11,7 @@ from glm5_jax.compiler.cost import Kernel
 from glm5_jax.config import RunConfig
 from glm5_jax.data.batch import Batch
 from glm5_jax.model import abstract_params
+from glm5_jax.model.expert_parallel import MORE_ROUNDS
 from glm5_jax.model.plan import layer_plan
 from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.parallel.mesh import check_shapes, describe, make_mesh, row_sharding
@@ -38,13 +39,15 @@ def compile_step(run: RunConfig, topology: str, slices: int = 1, rows: int = 0) 
   optimizer = make_optimizer(run.optim, run.model, abstract_params(run.model), run.train.steps, mesh=mesh)
   state = abstract_state(run, optimizer, mesh)
   tokens = rows * run.data.seq_len
+  expert_rows = tokens * mesh.shape["tensor"] // mesh.size * run.model.num_experts_per_tok  # of a device
   return compile_program(
     make_train_step(run, optimizer, mesh),
     (state, _abstract_batch(rows, run.data.seq_len, row_sharding(mesh))),
     place,
     mesh,
     model_flops=tokens * train_flops_per_token(run.model, run.data.seq_len, mtp_depths(run)),
-    priced_kernels=SPLASH,
+    priced_kernels=SPLASH | {"gmm": _grouped_flops(expert_rows)},
+    trips={MORE_ROUNDS: 0},
     title=f"{run.name or 'run'}: {rows} rows of {run.data.seq_len:,} tokens on {describe(mesh)}",
     dims=_dims(run),
   )
@@ -68,6 +71,16 @@ SPLASH = {
   "splash_mha_dq": _splash_flops(3),
   "splash_mha_dkv": _splash_flops(4),
 }
+
+
+def _grouped_flops(rows: int) -> Callable[[Kernel], float]:
+  """Of a megablox kernel, which skips what stays empty of a round: the rows of a balanced router."""
+
+  def flops(kernel: Kernel) -> float:
+    _, K, N = next(shape.dims for shape in kernel.operands + kernel.results if len(shape.dims) == 3)
+    return 2.0 * rows * K * N
+
+  return flops
 
 
 def _with_tpu_kernels(run: RunConfig) -> RunConfig:

@@ -22,7 +22,7 @@ def test_a_scan_counts_its_body_twelve_times():
     ("copy.11", 12 * 117624, 12),
     ("copy.10", 117624, 1),
   ]
-  assert cost.unknown_loops == () and cost.unpriced == () and cost.exchanges == ()
+  assert cost.unknown_loops == {} and cost.unpriced == () and cost.exchanges == ()
 
 
 def test_nested_loops_multiply():
@@ -31,9 +31,13 @@ def test_nested_loops_multiply():
 
 
 def test_a_loop_that_data_decides_counts_once_and_is_named():
-  cost = cost_of(nested(3, "carried").replace("tuple(%zero, %six)", "tuple(%zero, %n)"))
+  text = nested(3, "carried").replace("tuple(%zero, %six)", "tuple(%zero, %n)")
+  cost = cost_of(text)
   assert cost.cycles == 3 * (1000 + 100)
-  assert cost.unknown_loops == ("inner",)
+  assert cost.unknown_loops == {"inner": 1}
+  for times in (0, 4):
+    cost = cost_of(text, trips={"outer": 9, "inn": times})
+    assert cost.cycles == 3 * (1000 + times * 100) and cost.unknown_loops == {"inner": times}
 
 
 def test_exchanges_add_up_by_kind_and_axis():

@@ -55,7 +55,7 @@ def test_scan_of_products_costs_little_more_than_the_matrix_units_need(scanned):
   products = scanned.cost.cycles_by_kind["fusion"]
   assert 1.0 < products / ideal < 1.3  # the compiler prices these products at 1.2 of ideal
   assert scanned.utilisation == pytest.approx(ideal / scanned.cycles)
-  assert scanned.cost.unknown_loops == () and scanned.cost.exchanges == ()
+  assert scanned.cost.unknown_loops == {} and scanned.cost.exchanges == ()
 
 
 def test_memory_of_the_scan(scanned):
