@@ -3,7 +3,8 @@
 python -m launch.convert --source=GLM-5/ --target=runs/glm5        Hugging Face -> ours
 python -m launch.convert --source=runs/glm5 --target=exported/     ours -> Hugging Face
 
-The first reads and writes a few megabytes at a time, whatever the model's size. It needs no accelerator.
+A few megabytes are read and written at a time, whatever the model's size; of a checkpoint that a training run
+saved, as much as one of its devices held of one parameter. No accelerator is needed.
 """
 
 import math
@@ -16,8 +17,8 @@ from absl import flags
 from glm5_jax import hf
 from glm5_jax.config import RunConfig
 from glm5_jax.errors import UserError
-from glm5_jax.train.checkpoint import load_params_checkpoint
 from glm5_jax.train.checkpoint_import import import_params_checkpoint
+from glm5_jax.train.checkpoint_lazy import open_params_checkpoint
 from launch.common import run
 
 _SOURCE = flags.DEFINE_string(
@@ -43,7 +44,7 @@ def main(_: Sequence[str]) -> None:
     params = hf.open_params(source, cfg, drop_mtp=_DROP_MTP.value)
     import_params_checkpoint(target, params, RunConfig(name=source.resolve().name, model=cfg))
   else:
-    params, config = load_params_checkpoint(source, _STEP.value)
+    params, config = open_params_checkpoint(source, _STEP.value)
     cfg = config.model
     hf.save_params(params, cfg, target, _SHARD_BYTES.value)
     if cfg.dsa_mode == "dense":

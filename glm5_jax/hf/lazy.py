@@ -1,14 +1,16 @@
-"""Parameters that are still on the disk: any slice of one is read from the tensors that hold it, and no more.
+"""Parameters on the disk: a slice of one is read from, or written to, the tensors that hold it, and no more.
 
 A parameter may be spread over many tensors (one a layer, one an expert), transposed, cut out of a fused one,
-or float8 with a scale a block; all of that is done on the slice.
+or, for reading, float8 with a scale a block; all of that is done on the slice.
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from glm5_jax.config import ModelConfig
 from glm5_jax.config_hf import FP8_BLOCK
 from glm5_jax.hf import names
 from glm5_jax.hf.safetensors_file import StoredTensor
@@ -29,15 +31,24 @@ class Part:
 
   def read(self, bounds: Bounds) -> np.ndarray:
     """A slice of the piece, in our axes; float32 for float8, else in the stored dtype."""
-    view_bounds = [(0, 0)] * len(bounds)
-    for axis, (start, stop) in zip(self.piece.perm, bounds, strict=True):
-      first = self.piece.cut[1] if self.piece.cut is not None and self.piece.cut[0] == axis else 0
-      view_bounds[axis] = (first + start, first + stop)
-    slices = tuple(slice(*pair) for pair in view_bounds)
+    slices = self._slices(bounds)
     values = self.stored.map().reshape(self.tensor.view)[slices]
     if self.scale is not None:
       values = values.astype(np.float32) * self._factors(slices)
     return values.transpose(self.piece.perm)
+
+  def write(self, bounds: Bounds, values: np.ndarray) -> None:
+    """The other way; of a tensor in the dtype of `values`."""
+    out = self.stored.map("r+").reshape(self.tensor.view)[self._slices(bounds)]
+    _fill(out, values.transpose(np.argsort(self.piece.perm)))
+
+  def _slices(self, bounds: Bounds) -> tuple[slice, ...]:
+    """Of the tensor's view, for a slice of the piece in our axes."""
+    slices = [slice(0)] * len(bounds)
+    for axis, (start, stop) in zip(self.piece.perm, bounds, strict=True):
+      first = self.piece.cut[1] if self.piece.cut is not None and self.piece.cut[0] == axis else 0
+      slices[axis] = slice(first + start, first + stop)
+    return tuple(slices)
 
   def _factors(self, slices: tuple[slice, ...]) -> np.ndarray:
     """The block scale of every element of a slice of the view."""
@@ -52,7 +63,7 @@ class Part:
 
 
 class StoredParam:
-  """A parameter of our tree in a Hugging Face folder; `param[slices]` reads.
+  """A parameter of our tree in a Hugging Face folder: `param[slices]` reads, `param.put(…)` writes.
 
   Attributes:
     shape, dtype: as in our tree; values are rounded to `dtype`.
@@ -75,6 +86,36 @@ class StoredParam:
           here = tuple(i - start for i, (start, _) in zip(place, bounds, strict=False))
           _fill(out[here], part.read(bounds[depth:]).astype(self.dtype, copy=False))
     return out
+
+  @property
+  def tensor_axes(self) -> int:
+    """How many leading axes are apart in the files: an index of these is one tensor, or a part of one."""
+    return self._depths[-1]
+
+  def put(self, start: tuple[int, ...], values: np.ndarray) -> None:
+    """Writes the slice that begins at `start`, rounded to `dtype`."""
+    bounds = tuple((first, first + size) for first, size in zip(start, values.shape, strict=True))
+    for depth in self._depths:
+      for here in np.ndindex(values.shape[:depth]):
+        place = tuple(map(sum, zip(start, here, strict=False)))
+        if part := self._parts.get(place):
+          part.write(bounds[depth:], values[here].astype(self.dtype, copy=False))
+
+
+def stored_params(
+  cfg: ModelConfig,
+  tensors: Iterable[names.Tensor],
+  stored: dict[str, StoredTensor],
+  scales: dict[str, StoredTensor | None],
+) -> dict[names.Path, StoredParam]:
+  """Every parameter of `cfg`, from where its tensors and the scales of float8 ones lie, both by name."""
+  parts: dict[names.Path, dict[tuple[int, ...], Part]] = {}
+  for tensor in tensors:
+    for piece in tensor.pieces:
+      part = Part(tensor, piece, stored[tensor.name], scales.get(tensor.name))
+      parts.setdefault(piece.path, {})[piece.index] = part
+  specs = names.param_specs(cfg)
+  return {path: StoredParam(shape, dtype, parts[path]) for path, (shape, dtype) in specs.items()}
 
 
 def _fill(out: np.ndarray, values: np.ndarray) -> None:

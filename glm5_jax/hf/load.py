@@ -18,7 +18,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.config_hf import FP8_BLOCK
 from glm5_jax.errors import UserError
 from glm5_jax.hf import names
-from glm5_jax.hf.lazy import Bounds, Part, StoredParam
+from glm5_jax.hf.lazy import Bounds, StoredParam, stored_params
 from glm5_jax.hf.safetensors_file import StoredTensor, read_header
 
 CONFIG_FILE = "config.json"
@@ -69,17 +69,14 @@ def open_params(folder: str | Path, cfg: ModelConfig, drop_mtp: bool = False) ->
   Arguments and errors as in `load_params`.
   """
   stored = _read_headers(Path(folder))
-  parts: dict[names.Path, dict[tuple[int, ...], Part]] = {}
-  for tensor in _match(Path(folder), stored, cfg, drop_mtp):
-    for piece in tensor.pieces:
-      part = Part(tensor, piece, stored[tensor.name], _scale(stored, tensor.name))
-      parts.setdefault(piece.path, {})[piece.index] = part
+  tensors = _match(Path(folder), stored, cfg, drop_mtp)
+  scales = {tensor.name: _scale(stored, tensor.name) for tensor in tensors}
   params: dict[str, Any] = {}
-  for path, (shape, dtype) in names.param_specs(cfg).items():
+  for path, param in stored_params(cfg, tensors, stored, scales).items():
     node = params
     for key in path[:-1]:
       node = node.setdefault(key, {})
-    node[path[-1]] = StoredParam(shape, dtype, parts[path])
+    node[path[-1]] = param
   return params
 
 

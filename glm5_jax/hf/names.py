@@ -38,13 +38,6 @@ class Tensor:
   view: Shape
   pieces: tuple[Piece, ...]
 
-  def join(self, arrays: list[np.ndarray]) -> np.ndarray:
-    """This tensor from the values of its pieces, in our axes."""
-    view = np.empty(self.view, arrays[0].dtype)
-    for piece, array in zip(self.pieces, arrays, strict=True):
-      view[_slices(piece, self.view)] = array.transpose(np.argsort(piece.perm))
-    return view.reshape(self.shape)
-
   def piece_shape(self, piece: Piece) -> Shape:
     sizes = list(self.view)
     if piece.cut is not None:
@@ -200,11 +193,3 @@ def _place(row: Tensor, prefix: str, path: Path, index: tuple[int, ...]) -> Tens
   """`row` below a name prefix, a path and leading indices."""
   pieces = tuple(replace(p, path=path + p.path, index=index + p.index) for p in row.pieces)
   return replace(row, name=prefix + row.name, pieces=pieces)
-
-
-def _slices(piece: Piece, view: Shape) -> tuple[slice, ...]:
-  slices = [slice(None)] * len(view)
-  if piece.cut is not None:
-    axis, start, stop = piece.cut
-    slices[axis] = slice(start, stop)
-  return tuple(slices)

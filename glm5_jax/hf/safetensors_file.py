@@ -7,10 +7,9 @@ from all of its tensors at once; both matter here.
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -38,9 +37,9 @@ class StoredTensor:
   shape: tuple[int, ...]
   start: int
 
-  def map(self) -> np.ndarray:
-    """The tensor, in its stored dtype, as a read-only map of the file: what is used of it is read."""
-    return np.memmap(self.file, self.dtype, "r", self.start, self.shape)
+  def map(self, mode: Literal["r", "r+"] = "r") -> np.ndarray:
+    """The tensor, in its stored dtype, as a map of the file: what is used of it is read; r+ also writes."""
+    return np.memmap(self.file, self.dtype, mode, self.start, self.shape)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -77,15 +76,15 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
   return tensors
 
 
-def write(
-  file: Path, specs: dict[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[np.ndarray]
-) -> None:
-  """Writes tensors one after the other, so that only one of them need exist at a time.
+def create(file: Path, specs: dict[str, tuple[tuple[int, ...], np.dtype]]) -> dict[str, StoredTensor]:
+  """Makes a file of its full size, whose tensors are then written through `StoredTensor.map("r+")`.
 
   Args:
-    file: created or overwritten, and flushed to the disk.
-    specs: name -> (shape, dtype), known before any data is.
-    arrays: one array per entry of `specs`, in that order.
+    file: created or overwritten.
+    specs: name -> (shape, dtype).
+
+  Raises:
+    OSError: the disk has not that much space: a map could only end the process when it runs out.
   """
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on the format key
   offset = 0
@@ -95,11 +94,19 @@ def write(
     offset = stop
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % 8)  # data begins at a multiple of eight
-  source: Iterator[np.ndarray] = iter(arrays)
+  data = 8 + len(text)
   with file.open("wb") as stream:
     stream.write(struct.pack("<Q", len(text)) + text)
-    for (shape, dtype), array in zip(specs.values(), source, strict=True):
-      assert array.shape == shape and array.dtype == dtype
-      stream.write(np.ascontiguousarray(array).view(np.uint8).data)
     stream.flush()
-    os.fsync(stream.fileno())
+    _reserve(stream.fileno(), data + offset)
+  return {
+    name: StoredTensor(file, name, dtype, shape, data + header[name]["data_offsets"][0])
+    for name, (shape, dtype) in specs.items()
+  }
+
+
+def _reserve(descriptor: int, size: int) -> None:
+  if hasattr(os, "posix_fallocate"):
+    os.posix_fallocate(descriptor, 0, size)
+  else:  # macOS
+    os.truncate(descriptor, size)

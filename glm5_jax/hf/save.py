@@ -1,9 +1,10 @@
-"""Writes a Hugging Face GLM-5 folder shard by shard, holding one tensor at a time.
+"""Writes a Hugging Face GLM-5 folder, part by part of each parameter, wherever its values lie in the files.
 
-Weights are written to a temporary folder inside the target and moved when they are complete; the file
-that makes the folder loadable (the index, or the only weights file) comes last.
+Files are made at their full size in a temporary folder inside the target and moved when they are complete;
+the one that makes the folder loadable (the index, or the only weights file) comes last.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -16,8 +17,10 @@ import numpy as np
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
-from glm5_jax.hf import names, safetensors_file
+from glm5_jax.hf import names
+from glm5_jax.hf.lazy import stored_params
 from glm5_jax.hf.load import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from glm5_jax.hf.safetensors_file import StoredTensor, create
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -28,8 +31,9 @@ def save_params(
   """Writes weights under Hugging Face's names (per-expert, MTP as the layer after the last) and config.json.
 
   Args:
-    params: the parameter tree of `cfg`, NumPy or jax arrays; written in `param_dtype`, the selection
-      bias in float32.
+    params: the parameter tree of `cfg`: NumPy or jax arrays, or what has a shape and `parts()`, such as
+      `checkpoint_lazy.SavedArray`, of which one part at a time is held. Written in `param_dtype`, the
+      selection bias in float32.
     cfg: the architecture; must be one that transformers' GLM-5 can describe.
     folder: created if need be; may hold other files (a tokeniser), but no weights or config.json yet.
     max_shard_bytes: more than this is split into shards with an index; one tensor is never split.
@@ -53,7 +57,7 @@ def save_params(
     _write_json(temporary / CONFIG_FILE, config)
     for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
       os.replace(path, folder / path.name)
-    _sync_folder(folder)
+    _sync(folder)
   except OSError as error:
     raise UserError(f"{folder} cannot be written: {error.strerror or error}") from None
   finally:
@@ -63,15 +67,20 @@ def save_params(
 def _write(leaves: dict[names.Path, Any], cfg: ModelConfig, folder: Path, max_shard_bytes: int) -> str:
   """Writes the weights; returns the name of the file that completes them."""
   shards = _shards(cfg, max_shard_bytes)
-  weight_map: dict[str, str] = {}
+  stored: dict[str, StoredTensor] = {}
   for number, shard in enumerate(shards, start=1):
     file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     specs = {tensor.name: (tensor.shape, _stored_dtype(cfg, tensor)) for tensor in shard}
-    safetensors_file.write(folder / file, specs, _values(leaves, cfg, shard))
-    weight_map |= dict.fromkeys(specs, file)
+    stored |= create(folder / file, specs)
+  for path, target in stored_params(cfg, itertools.chain(*shards), stored, {}).items():
+    for start, values in _parts(leaves[path], target.tensor_axes):
+      target.put(start, values)
+  for written in folder.iterdir():
+    _sync(written)
   if len(shards) == 1:
     return WEIGHTS_FILE
   total = sum(_bytes(cfg, tensor) for shard in shards for tensor in shard)
+  weight_map = {name: tensor.file.name for name, tensor in stored.items()}
   _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
   return INDEX_FILE
 
@@ -89,12 +98,15 @@ def _shards(cfg: ModelConfig, max_shard_bytes: int) -> list[list[names.Tensor]]:
   return shards
 
 
-def _values(
-  leaves: dict[names.Path, Any], cfg: ModelConfig, shard: list[names.Tensor]
-) -> Iterator[np.ndarray]:
-  for tensor in shard:
-    dtype = _stored_dtype(cfg, tensor)
-    yield tensor.join([np.asarray(leaves[p.path][p.index]).astype(dtype, copy=False) for p in tensor.pieces])
+def _parts(leaf: Any, tensor_axes: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+  """(where it begins, values) of the parts of a parameter, each on the host while it is the one at hand."""
+  if hasattr(leaf, "parts"):
+    yield from leaf.parts()
+  elif isinstance(leaf, np.ndarray):
+    yield (0,) * leaf.ndim, leaf
+  else:
+    for place in np.ndindex(leaf.shape[:tensor_axes]):
+      yield (*place, *(0,) * (leaf.ndim - tensor_axes)), np.asarray(leaf[place])[(None,) * tensor_axes]
 
 
 def _stored_dtype(cfg: ModelConfig, tensor: names.Tensor) -> np.dtype:
@@ -139,8 +151,9 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     os.fsync(stream.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-  descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+  """Returns once a file, or what a folder lists, is on the disk."""
+  descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
   finally:

@@ -122,7 +122,7 @@ class Checkpointer:
         `abstract_state`, or the run's config differs in a field that a resumed run must keep.
     """
     path = self.folder / str(_pick_step(self.folder, step))
-    mismatch = _first_mismatch(_saved_arrays(path), abstract_state)
+    mismatch = _first_mismatch(saved_arrays(path), abstract_state)
     check_resume(read_config(path), self.config, where=str(path), detail=mismatch)
     if mismatch:
       raise UserError(f"cannot resume from {path}: {mismatch}; start in another folder")
@@ -187,10 +187,9 @@ def load_params_checkpoint(
   Raises:
     UserError: no complete checkpoint, a damaged one, or one whose shapes differ from `abstract_params`.
   """
-  root = _checkpoint_root(folder)
-  path = root / str(_pick_step(root, step))
+  path = step_path(folder, step)
   config = read_config(path)
-  saved = _saved_arrays(path)["params"]
+  saved = saved_arrays(path)["params"]
   wanted = saved if abstract_params is None else abstract_params
   if mismatch := _first_mismatch({"params": saved}, {"params": wanted}, dtypes=False):
     raise UserError(f"{path} is of another architecture: {mismatch}; it has {shape_fields(config.model)}")
@@ -203,7 +202,7 @@ def load_params_checkpoint(
   def read():
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
       restored = reader.restore(path / "state", args=args)
-    _verify(restored, _read_json(path / "loop")["checksums"])
+    _verify(restored, read_checksums(path))
     return restored["params"]
 
   params = read_or_damaged(path, read)
@@ -217,15 +216,20 @@ def read_config(path: pathlib.Path) -> RunConfig:
 
 def read_description(folder: str | pathlib.Path, step: int | None = None) -> tuple[int, RunConfig, dict]:
   """(step, config, extra) as given to `save`, of a checkpoint or run folder; None takes the newest step."""
-  root = _checkpoint_root(folder)
-  picked = _pick_step(root, step)
-  path = root / str(picked)
-  return picked, read_config(path), read_or_damaged(path, lambda: _read_json(path / "loop"))["extra"]
+  path = step_path(folder, step)
+  return int(path.name), read_config(path), read_or_damaged(path, lambda: _read_json(path / "loop"))["extra"]
 
 
-def _checkpoint_root(folder: str | pathlib.Path) -> pathlib.Path:
+def read_checksums(path: pathlib.Path) -> dict[str, int]:
+  """Of every array in a step's folder, by its path in the state ("params/embed")."""
+  return _read_json(path / "loop")["checksums"]
+
+
+def step_path(folder: str | pathlib.Path, step: int | None) -> pathlib.Path:
+  """A step's folder in a checkpoint or run folder; None takes the newest. UserError when there is none."""
   root = pathlib.Path(folder).absolute()
-  return root / SUBFOLDER if (root / SUBFOLDER).is_dir() else root
+  root = root / SUBFOLDER if (root / SUBFOLDER).is_dir() else root
+  return root / str(_pick_step(root, step))
 
 
 def _read_json(item: pathlib.Path) -> Any:
@@ -267,7 +271,7 @@ def _with_dtype_of(target: jax.ShapeDtypeStruct, saved: jax.ShapeDtypeStruct) ->
   return jax.ShapeDtypeStruct(target.shape, saved.dtype, sharding=target.sharding)
 
 
-def _saved_arrays(path: pathlib.Path) -> Any:
+def saved_arrays(path: pathlib.Path) -> Any:
   """The saved state as a tree of ShapeDtypeStructs, from its metadata. Random keys are their words there."""
 
   def read():

@@ -116,7 +116,7 @@ async def _copy(source: Readable, store: ts.TensorStore) -> int:
   """Writes all of `source`; returns its checksum."""
   total = 0
   writes: list[ts.WriteFutures] = []
-  for start, slices in _chunks(source.shape, chunk_shape(source.shape, source.dtype.itemsize)):
+  for start, slices in chunks(source.shape, chunk_shape(source.shape, source.dtype.itemsize)):
     values = source[slices]
     total += part_checksum(values, start, source.shape)
     if len(writes) == _IN_FLIGHT:
@@ -138,9 +138,9 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
   return tuple(chunk)
 
 
-def _chunks(
+def chunks(
   shape: tuple[int, ...], chunk: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-  """(start, slices) of every chunk, in order."""
+  """(start, slices) of every chunk of an array, in order."""
   for start in itertools.product(*(range(0, size, part) for size, part in zip(shape, chunk, strict=True))):
     yield start, tuple(slice(s, min(s + p, n)) for s, p, n in zip(start, chunk, shape, strict=True))

@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 
 from glm5_jax.config import tiny
-from glm5_jax.hf import names
+from glm5_jax.hf import names, safetensors_file
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "hf_tiny"
+
+
+def write_tensors(file, specs, arrays) -> None:
+  """A safetensors file of `specs` (name -> shape, dtype) with one array for each, in that order."""
+  for stored, array in zip(safetensors_file.create(file, specs).values(), arrays, strict=True):
+    stored.map("r+")[...] = array
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from glm5_jax import hf
 from glm5_jax.hf import names, safetensors_file
 from glm5_jax.hf.lazy import Part, StoredParam
-from tests.hf.conftest import GOLDEN
+from tests.hf.conftest import GOLDEN, write_tensors
 
 # Slices of an axis: all, one end, the middle, one element, nothing.
 CUTS = (
@@ -87,7 +87,7 @@ def fp8_param(folder, values, scale, view, perm) -> StoredParam:
   file = folder / "model.safetensors"
   arrays = {"odd": np.zeros(3, ml_dtypes.float8_e4m3fn), "w": values, "w_scale": scale}
   specs = {name: (array.shape, array.dtype) for name, array in arrays.items()}
-  safetensors_file.write(file, specs, arrays.values())  # "odd" leaves the scales unaligned
+  write_tensors(file, specs, arrays.values())  # "odd" leaves the scales unaligned
   stored = safetensors_file.read_header(file)
   piece = names.Piece(("w",), perm)
   part = Part(names.Tensor("w", values.shape, view, (piece,)), piece, stored["w"], stored["w_scale"])

@@ -11,7 +11,7 @@ import pytest
 from glm5_jax.config import tiny
 from glm5_jax.hf import names, safetensors_file
 from tests.conftest import ROOT
-from tests.hf.conftest import GOLDEN
+from tests.hf.conftest import GOLDEN, write_tensors
 
 MB = 2**20
 # Baseline: the process after all the same on a tiny folder. Linux counts ru_maxrss in KiB; pages of mapped
@@ -42,6 +42,19 @@ def last(a):
 stored = hf.open_params(large, config.model)
 same = all(last(a) == last(b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True))
 print(json.dumps({"rise": rise, "bytes": sum(x.nbytes for x in jax.tree.leaves(params)), "same": same}))
+"""
+EXPORT = """
+from absl import flags
+from launch import convert
+def run(source, target):
+  flags.FLAGS(["convert", f"--source={source}", f"--target={target}"])
+  convert.main([])
+run(tiny, target + "/tiny")
+before = peak()
+run(large, target + "/large")
+rise = peak() - before
+count = sum(path.stat().st_size for path in Path(target, "large").glob("*.safetensors"))
+print(json.dumps({"rise": rise, "bytes": count}))
 """
 LOAD = """
 from glm5_jax.config import MeshConfig
@@ -92,7 +105,7 @@ def large(tmp_path_factory):
       rng.integers(0, 0x40, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
       for shape, dtype in specs.values()
     )
-    safetensors_file.write(file, specs, values)
+    write_tensors(file, specs, values)
     weight_map |= dict.fromkeys(specs, file.name)
   (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
   return folder
@@ -114,11 +127,34 @@ def measure(code, *arguments):
   return found
 
 
+@pytest.fixture(scope="module")
+def imported(large, tmp_path_factory):
+  """(folder with the checkpoints "tiny" and "large", what making them took)"""
+  folder = tmp_path_factory.mktemp("imported")
+  return folder, measure(CONVERT, GOLDEN, large, folder)
+
+
 @pytest.mark.slow
-def test_conversion_holds_a_few_chunks(large, tmp_path):
-  found = measure(CONVERT, GOLDEN, large, tmp_path)
+def test_import_holds_a_few_chunks(imported):
+  _, found = imported
   assert found["same"]
   assert found["rise"] < 0.3 * found["bytes"]  # most of it: compiled checksums, the allocator's arenas
+
+
+@pytest.mark.slow
+def test_export_holds_a_few_chunks(imported, large, tmp_path):
+  folder, _ = imported
+  found = measure(EXPORT, folder / "tiny", folder / "large", tmp_path)
+  assert found["rise"] < 0.3 * found["bytes"]
+  before, after = (stored_tensors(path) for path in (large, tmp_path / "large"))
+  assert before.keys() == after.keys()
+  for name, tensor in before.items():
+    assert tensor.map().tobytes() == after[name].map().tobytes(), name
+
+
+def stored_tensors(folder):
+  files = map(safetensors_file.read_header, folder.glob("*.safetensors"))
+  return {name: tensor for tensors in files for name, tensor in tensors.items()}
 
 
 @pytest.mark.slow

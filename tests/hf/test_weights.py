@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from glm5_jax import hf
 from glm5_jax.config import glm5_2_744b, glm5_744b, tiny
 from glm5_jax.errors import UserError
-from glm5_jax.hf import names, safetensors_file
+from glm5_jax.hf import names
+from tests.hf.conftest import write_tensors
 
 BF16 = ml_dtypes.bfloat16
 FP8 = ml_dtypes.float8_e4m3fn
@@ -208,7 +209,7 @@ def test_fp8_checkpoint(random_params, to_fp8, tmp_path):
       stored = {name: values, name + "_scale_inv": scale}
     specs |= {key: (value.shape, value.dtype) for key, value in stored.items()}
     arrays += stored.values()
-  safetensors_file.write(tmp_path / "model.safetensors", specs, arrays)
+  write_tensors(tmp_path / "model.safetensors", specs, arrays)
   loaded = hf.load_params(tmp_path, cfg)
   hf.save_params(loaded, cfg, tmp_path / "again")
   again = load_file(tmp_path / "again" / "model.safetensors")
@@ -221,7 +222,7 @@ def test_fp8_checkpoint(random_params, to_fp8, tmp_path):
     again[name] if name not in restored else restored[name].astype(FP8) for name in specs if name in again
   ]
   specs = {name: spec for name, spec in specs.items() if name in again}
-  safetensors_file.write(tmp_path / "model.safetensors", specs, arrays)
+  write_tensors(tmp_path / "model.safetensors", specs, arrays)
   with pytest.raises(UserError, match=r"_scale_inv is missing, needs \["):
     hf.load_params(tmp_path, cfg)
 
