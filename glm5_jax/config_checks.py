@@ -15,7 +15,7 @@ from glm5_jax.errors import UserError
 
 # Names of registries that lie above this module; tests hold them equal.
 ATTENTION_LETTERS = ("D", "F", "S")  # model.attention.ATTENTION
-TOPK = ("reference",)  # pallas_kernels.topk
+TOPK = ("reference", "tpu", "tpu_interpret")
 GROUPED_MATMUL = (  # pallas_kernels.grouped_matmul
   *("reference", "ragged", "blocks", "megablox", "megablox_interpret"),
 )

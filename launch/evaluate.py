@@ -2,17 +2,23 @@
 
 python -m launch.evaluate --checkpoint=runs/x [--data=runs/data] [--tasks=lm,accept_length] [--json=x.json]
 
-The folder may be a run's, a checkpoint's, or a Hugging Face one; without --data it is the run's own.
+The folder may be a run's, a checkpoint's, or a Hugging Face one; without --data it is the run's own. All
+devices work together, each with its part of the parameters, as --mesh says; in several processes with
+--coordinator, --processes and --process_id, as for launch.train.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
 
+from glm5_jax.config import MeshConfig
 from glm5_jax.errors import UserError
-from launch.common import run
+from launch.common import distributed_flags, run
+
+_TOGETHER = distributed_flags()
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "folder of a run, a checkpoint, or Hugging Face's")
 _STEP = flags.DEFINE_integer("step", None, "step of a checkpoint; the newest by default")
@@ -26,6 +32,12 @@ _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "tokens of each given
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "tokens of each made", lower_bound=1)
 _DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 0, "tokens drafted a round; 0: as trained", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "of the choice of prompts and of sampling")
+_MESH = flags.DEFINE_list(
+  "mesh",
+  [],
+  "devices along axes, as in fsdp=4,expert=2, -1 for what is left; by default all along fsdp, or where the "
+  "model does not divide so, along data",
+)
 _JSON = flags.DEFINE_string("json", None, "file to write the scores to")
 
 
@@ -34,33 +46,61 @@ def main(_: Sequence[str]) -> None:
     raise UserError("--checkpoint is needed: the folder of a run, a checkpoint, or Hugging Face's")
   if _JSON.value and not Path(_JSON.value).parent.is_dir():
     raise UserError(f"--json: no folder {Path(_JSON.value).parent} to write to")
+  mesh = _mesh(_MESH.value) if _MESH.value else None
+  with _TOGETHER():
+    _evaluate(_CHECKPOINT.value, mesh)
+
+
+def _evaluate(folder: str, mesh: MeshConfig | None) -> None:
   # jax starts only once the flags are known to be right
+  import jax
+
   from glm5_jax import evals
   from glm5_jax.serve.load import open_model
+  from glm5_jax.train.placement import devices_of
 
   evals.check_tasks(_TASKS.value)
-  model = open_model(_CHECKPOINT.value, _STEP.value)
-  context = evals.open_context(
-    model,
-    _DATA.value,
-    _SEQ_LEN.value,
-    _SEED.value,
-    evals.Limits(
-      rows=_ROWS.value,
-      batch_size=_BATCH_SIZE.value,
-      prompts=_PROMPTS.value,
-      prompt_tokens=_PROMPT_TOKENS.value,
-      new_tokens=_NEW_TOKENS.value,
-      draft_steps=_DRAFT_STEPS.value,
-    ),
+  model = open_model(folder, _STEP.value)
+  limits = evals.Limits(
+    rows=_ROWS.value,
+    batch_size=_BATCH_SIZE.value,
+    prompts=_PROMPTS.value,
+    prompt_tokens=_PROMPT_TOKENS.value,
+    new_tokens=_NEW_TOKENS.value,
+    draft_steps=_DRAFT_STEPS.value,
   )
-  results = evals.evaluate(context, _TASKS.value or evals.default_tasks(model.cfg))
+  context = evals.open_context(model, _DATA.value, _SEQ_LEN.value, _SEED.value, limits, mesh)
+  tasks, notes = evals.choose_tasks(context, _TASKS.value)
+  results = evals.evaluate(context, tasks)
+  if jax.process_index() != 0:
+    return
   step = "" if model.step is None else f", step {model.step}"
-  print(f"{model.folder}{step}, on the held-out documents of {context.data.folder}")
-  print(evals.table(results))
+  devices = devices_of(context.mesh)
+  print(f"{model.folder}{step}, on the held-out documents of {context.data.folder}, on {devices}")
+  print("\n".join([*notes, evals.table(results)]))
   if _JSON.value:
-    origin = {"checkpoint": str(model.folder), "step": model.step, "data": context.data.folder}
+    origin = {
+      "checkpoint": str(model.folder),
+      "step": model.step,
+      "data": context.data.folder,
+      "devices": devices,
+    }
     Path(_JSON.value).write_text(json.dumps(origin | {"tasks": results}, indent=2) + "\n")
+
+
+def _mesh(settings: Sequence[str]) -> MeshConfig:
+  """Of "fsdp=4", …; `data` takes the devices left where nothing else does."""
+  sizes: dict[str, int] = {}
+  fields = [field.name for field in dataclasses.fields(MeshConfig)]
+  for setting in settings:
+    axis, _, size = setting.partition("=")
+    if axis not in fields or axis in sizes:
+      raise UserError(f"--mesh: {setting!r} should be an axis, once, and a number, of {', '.join(fields)}")
+    left = size == "-1" and -1 not in sizes.values() and not axis.startswith("dcn_")
+    if not left and not (size.isdecimal() and int(size) >= 1):
+      raise UserError(f"--mesh: {setting!r} should be at least 1, or -1, for one axis, for the devices left")
+    sizes[axis] = int(size)
+  return MeshConfig(**({"data": 1 if -1 in sizes.values() else -1} | sizes))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """Measures of a model: one file a task, looked up by name, and the baselines that they stand beside."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
 from glm5_jax.evals import accept_length, lm
-from glm5_jax.evals.context import EvalContext, Limits, open_context
+from glm5_jax.evals.context import EvalContext, Limits, evaluation_mesh, open_context
 
 __all__ = [
   "TASKS",
   "EvalContext",
   "Limits",
   "check_tasks",
+  "choose_tasks",
   "default_tasks",
   "evaluate",
+  "evaluation_mesh",
   "open_context",
   "table",
 ]
@@ -37,6 +39,28 @@ def check_tasks(names: Iterable[str]) -> None:
   for name in names:
     if name not in TASKS:
       raise UserError(f"no task {name!r}; there are {', '.join(TASKS)}")
+
+
+def choose_tasks(context: EvalContext, named: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+  """Tasks to run: the named ones, or all that the model has the parts for and the devices can run.
+
+  Returns:
+    (names of tasks, lines that tell of a task which does not use all devices, or is left out).
+
+  Raises:
+    UserError: a named one is unknown, or cannot run on these devices.
+  """
+  tasks = list(named) or default_tasks(context.cfg)
+  check_tasks(tasks)
+  if context.mesh is None or "accept_length" not in tasks:
+    return tasks, []
+  reason = context.why_not_on_one_device()
+  if not reason:
+    return tasks, ["accept_length generates on one of the devices"]
+  if named:
+    context.on_one_device()  # which tells the reason
+  tasks.remove("accept_length")
+  return tasks, [f"accept_length is left out: it generates on one device, and {reason}"]
 
 
 def evaluate(context: EvalContext, names: Iterable[str]) -> dict[str, Scores]:

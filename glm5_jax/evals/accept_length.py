@@ -17,11 +17,15 @@ KINDS = {"": Sampling(temperature=0.0), "_sampled": Sampling(temperature=1.0)}
 
 
 def run(context: EvalContext) -> dict[str, float]:
-  """The task: `measure` on prompts out of the held-out documents. Deterministic for a seed."""
+  """The task: `measure` on prompts out of the held-out documents, on one device. Deterministic for a seed.
+
+  Raises:
+    UserError: this device cannot have all parameters, see `EvalContext.on_one_device`.
+  """
   limits = context.limits
   prompts = heldout_prompts(context.data.folder, limits.prompts, limits.prompt_tokens, context.seed)
   steps = limits.draft_steps or context.cfg.mtp_depths
-  return measure(context.params, context.cfg, prompts, limits.new_tokens, steps, context.seed)
+  return measure(context.on_one_device(), context.cfg, prompts, limits.new_tokens, steps, context.seed)
 
 
 def measure(

@@ -1,13 +1,22 @@
 """What every task is given, and how a folder becomes that."""
 
 import dataclasses
+import math
 from typing import Any
 
-from glm5_jax.config import DataConfig, ModelConfig
+import jax
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from glm5_jax.config import DataConfig, MeshConfig, ModelConfig
 from glm5_jax.data.records import load_data_tokenizer
 from glm5_jax.errors import UserError
+from glm5_jax.model import abstract_params, logical_axes
+from glm5_jax.parallel.mesh import ROW_AXES, axis_sizes, check_shapes, make_mesh
+from glm5_jax.parallel.rules import param_shardings
 from glm5_jax.serve.load import ModelFolder
 from glm5_jax.text.tokenizer import Tokenizer
+
+GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +33,11 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class EvalContext:
-  """A model, the data folder it is judged on, and the tokeniser of both."""
+  """A model, the data folder it is judged on, and the tokeniser of both.
+
+  Attributes:
+    mesh: over which the parameters are dealt out; None: they are on one device.
+  """
 
   params: Any
   cfg: ModelConfig
@@ -32,6 +45,34 @@ class EvalContext:
   tokenizer: Tokenizer
   seed: int = 0
   limits: Limits = Limits()
+  mesh: Mesh | None = None
+
+  def why_not_on_one_device(self) -> str:
+    """What keeps this process's first device from having all parameters; "" where nothing does."""
+    if self.mesh is None:
+      return ""
+    if jax.process_count() > 1:
+      return f"the parameters are dealt out over {jax.process_count()} processes"
+    device = jax.local_devices()[0]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+    known = device.memory_stats() or {}  # of a CPU nothing is known
+    free = known.get("bytes_limit", size) - known.get("bytes_in_use", 0)
+    if size > free:
+      free_there = f"{free / GIB:.1f} GiB free on a {device.device_kind}"
+      return f"{size / GIB:.1f} GiB of parameters do not fit the {free_there}"
+    return ""
+
+  def on_one_device(self) -> Any:
+    """All parameters on this process's first device, for what does not run on a mesh.
+
+    Raises:
+      UserError: it cannot have them.
+    """
+    if reason := self.why_not_on_one_device():
+      raise UserError(f"generation runs on one device, and {reason}; evaluate with --tasks=lm")
+    if self.mesh is None:
+      return self.params
+    return jax.device_put(self.params, SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def open_context(
@@ -40,11 +81,17 @@ def open_context(
   seq_len: int | None = None,
   seed: int = 0,
   limits: Limits = Limits(),
+  mesh: MeshConfig | None = None,
 ) -> EvalContext:
-  """Reads the model's weights to judge it on a data folder, the one it was trained on by default.
+  """Reads the model's weights, each to where it lies, to judge it on a data folder.
+
+  Args:
+    data_folder: None takes the one it was trained on.
+    mesh: over all devices of all processes; see `evaluation_mesh`.
 
   Raises:
-    UserError: no data folder is known, its tokeniser is not the model's, or a checkpoint that is damaged.
+    UserError: no data folder is known, its tokeniser is not the model's, a checkpoint that is damaged, or
+      a mesh that the devices, the model or the rows do not divide over.
   """
   data = model.run.data
   folder = data_folder or data.folder
@@ -54,4 +101,30 @@ def open_context(
   model.check_tokenizer(tokenizer)
   seq_len = seq_len or min(data.seq_len, model.cfg.max_position_embeddings)
   data = dataclasses.replace(data, folder=folder, seq_len=seq_len)
-  return EvalContext(model.load_params(), model.cfg, data, tokenizer, seed, limits)
+  placed, shardings = evaluation_mesh(model.cfg, seq_len, mesh)
+  return EvalContext(model.load_params(shardings), model.cfg, data, tokenizer, seed, limits, placed)
+
+
+def evaluation_mesh(
+  cfg: ModelConfig, seq_len: int, wanted: MeshConfig | None = None
+) -> tuple[Mesh | None, Any]:
+  """The mesh over all devices, and a tree of the parameters' shardings on it; (None, None) for one device.
+
+  Args:
+    wanted: None splits the parameters over all devices (fsdp), or where they do not divide copies them to
+      each (data). Scores do not depend on it.
+
+  Raises:
+    UserError: sizes that do not multiply to the devices, or a parameter or `seq_len` that does not divide.
+  """
+  if wanted is None:
+    try:
+      return evaluation_mesh(cfg, seq_len, MeshConfig(data=1, fsdp=-1))
+    except UserError:
+      wanted = MeshConfig(data=-1)
+  sizes = axis_sizes(wanted, jax.device_count())
+  check_shapes(wanted, jax.device_count(), math.prod(sizes[axis] for axis in ROW_AXES), seq_len)
+  if jax.device_count() == 1:
+    return None, None
+  mesh = make_mesh(wanted)
+  return mesh, param_shardings(mesh, logical_axes(cfg), abstract_params(cfg))

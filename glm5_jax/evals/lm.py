@@ -26,12 +26,14 @@ _MAX_EXPONENT = 700.0  # math.exp overflows soon after
 
 
 def run(context: EvalContext) -> dict[str, float]:
-  """The task: `evaluate_lm` on the held-out rows of the data folder."""
+  """The task: `evaluate_lm` on the held-out rows of the data folder, on all devices of the mesh."""
   length, most = context.data.seq_len, context.cfg.max_position_embeddings
   if not 2 <= length <= most:
     raise UserError(f"seq_len {length} must lie between 2 and the model's max_position_embeddings {most}")
-  batches = heldout_batches(context.data, context.limits.batch_size, context.limits.rows)
-  return evaluate_lm(context.params, context.cfg, batches, context.tokenizer.token_lengths)
+  rows = context.limits.batch_size
+  rows += -rows % _row_shards(context.mesh)  # rather rows of text than of padding
+  batches = heldout_batches(context.data, rows, context.limits.rows)
+  return evaluate_lm(context.params, context.cfg, batches, context.tokenizer.token_lengths, mesh=context.mesh)
 
 
 def evaluate_lm(
@@ -89,10 +91,14 @@ def evaluate_lm(
   return {name: float(value) for name, value in (scores | {"tokens": weight[0], "bytes": size}).items()}
 
 
+def _row_shards(mesh: Mesh | None) -> int:
+  """How many parts the rows of a batch are dealt out in."""
+  return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
 def _on_mesh(batch: Batch, mesh: Mesh) -> dict[str, jax.Array]:
   """Each device's rows, after padding rows that make them equally many."""
-  shards = math.prod(mesh.shape[axis] for axis in ROW_AXES)
-  fill = -len(batch.tokens) % shards
+  fill = -len(batch.tokens) % _row_shards(mesh)
 
   def place(rows: np.ndarray) -> jax.Array:
     padded = np.pad(rows, ((0, fill), (0, 0)))

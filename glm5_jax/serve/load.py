@@ -4,9 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from glm5_jax import hf
 from glm5_jax.config import ModelConfig, RunConfig
 from glm5_jax.errors import UserError
+from glm5_jax.model import abstract_params
 from glm5_jax.text.specials import END_OF_TEXT
 from glm5_jax.text.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from glm5_jax.train.checkpoint import SUBFOLDER, load_params_checkpoint, read_description
@@ -48,11 +51,24 @@ class ModelFolder:
     self.check_tokenizer(tokenizer)
     return tokenizer
 
-  def load_params(self) -> Any:
-    """The parameter tree of `cfg`. Raises UserError for a torn or mismatching checkpoint."""
+  def load_params(self, shardings: Any = None) -> Any:
+    """The parameter tree of `cfg`.
+
+    Args:
+      shardings: a tree of shardings like the parameters', such as `parallel.rules.param_shardings` gives.
+        Every device reads its own part, and no host or device holds more than its parts. None: all on the
+        first local device.
+
+    Raises:
+      UserError: a torn or mismatching checkpoint.
+    """
     if self.step is None:
-      return hf.load_params(self.folder, self.cfg)
-    return load_params_checkpoint(self.folder, self.step)[0]
+      return hf.load_params(self.folder, self.cfg, shardings)
+    wanted = None
+    if shardings is not None:
+      place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+      wanted = jax.tree.map(place, abstract_params(self.cfg), shardings)
+    return load_params_checkpoint(self.folder, self.step, wanted)[0]
 
 
 def open_model(folder: str | Path, step: int | None = None) -> ModelFolder:

@@ -24,14 +24,13 @@ from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.optim.guard import SkipCounts
 from glm5_jax.optim.schedules import batch_size_at
 from glm5_jax.parallel.distributed import gather_json
-from glm5_jax.parallel.mesh import describe
 from glm5_jax.text.tokenizer import TOKENIZER_FILES, load_tokenizer
 from glm5_jax.train.checkpoint import SUBFOLDER, Checkpointer, read_description
 from glm5_jax.train.checkpoint_files import disk_errors
 from glm5_jax.train.flops import peak_flops, train_flops_per_token
 from glm5_jax.train.host import ProfileWindow, StopSignals, only_one_in, refused_together
 from glm5_jax.train.metrics import MetricLog, Stopwatch, logged_steps, progress_line, replace_file
-from glm5_jax.train.placement import all_rows, fresh_state, on_devices, parts_of_rows, run_mesh
+from glm5_jax.train.placement import all_rows, devices_of, fresh_state, on_devices, parts_of_rows, run_mesh
 from glm5_jax.train.report import METRICS_FILE, plot_loss
 from glm5_jax.train.resume import compare_configs
 from glm5_jax.train.state import TrainState, abstract_state
@@ -202,18 +201,11 @@ class _Run:
     self.flops_per_token = train_flops_per_token(run.model, run.data.seq_len, mtp_depths(run))
     weights = sum(x.size for x in jax.tree.leaves(self.state.params))
     rows = f"{run.train.batch_size} rows of {run.data.seq_len} tokens"
+    where = f"{rows} on {devices_of(self.mesh)}"
     self.report(
-      f"{run.name or 'run'}: {weights / 1e6:,.1f} M parameters, {run.optim.name}, {rows} on {self._where()}, "
+      f"{run.name or 'run'}: {weights / 1e6:,.1f} M parameters, {run.optim.name}, {where}, "
       f"peak {self.peak_flops / 1e12:.3g} TFLOP/s ({source})"
     )
-
-  def _where(self) -> str:
-    """ "TPU v5p", or "8 × TPU v5p in 2 processes (fsdp 4 × expert 2)"."""
-    kind = jax.local_devices()[0].device_kind
-    if self.mesh is None:
-      return kind
-    several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    return f"{jax.device_count()} × {kind}{several} ({describe(self.mesh)})"
 
   def _fetch(self, while_running: Metrics | None = None) -> Batch:
     """The batch of the coming step. `self.position` stays before it, for a checkpoint that comes sooner.

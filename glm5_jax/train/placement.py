@@ -15,7 +15,15 @@ from glm5_jax.data.batch import Batch
 from glm5_jax.model import abstract_params, logical_axes
 from glm5_jax.optim.groups import Optimizer
 from glm5_jax.parallel.distributed import global_batch, local_parts
-from glm5_jax.parallel.mesh import AXES, axis_sizes, check_shapes, make_mesh, replicated, row_sharding
+from glm5_jax.parallel.mesh import (
+  AXES,
+  axis_sizes,
+  check_shapes,
+  describe,
+  make_mesh,
+  replicated,
+  row_sharding,
+)
 from glm5_jax.parallel.rules import param_shardings
 from glm5_jax.train.state import TrainState, init_state, state_shardings
 
@@ -36,6 +44,15 @@ def run_mesh(run: RunConfig) -> Mesh | None:
   mesh = make_mesh(run.mesh)
   param_shardings(mesh, logical_axes(run.model), abstract_params(run.model))
   return mesh
+
+
+def devices_of(mesh: Mesh | None) -> str:
+  """ "TPU v5p", or "8 × TPU v5p in 2 processes (fsdp 4 × expert 2)"."""
+  kind = jax.local_devices()[0].device_kind
+  if mesh is None:
+    return kind
+  several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+  return f"{jax.device_count()} × {kind}{several} ({describe(mesh)})"
 
 
 def parts_of_rows(mesh: Mesh | None) -> tuple[list[int], int]:

@@ -1,7 +1,11 @@
 """Tasks by name, on folders as users have them."""
 
+import dataclasses
+import json
 import shutil
+import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -68,6 +72,57 @@ def test_prompts_are_heads_of_heldout_documents(data):
 def test_unknown_task_lists_the_known_ones(context):
   with pytest.raises(UserError, match="no task 'perplexity'; there are lm, accept_length"):
     evals.evaluate(context, ["lm", "perplexity"])
+
+
+@pytest.mark.parametrize(
+  ("processes", "device", "said"),
+  [
+    (2, {}, "the parameters are dealt out over 2 processes"),
+    (
+      1,
+      {"bytes_limit": 2**30, "bytes_in_use": 2**30 - 1000},
+      "0.0 GiB of parameters do not fit the 0.0 GiB free",
+    ),
+  ],
+)
+def test_what_one_device_cannot_do_is_left_out_or_refused(context, monkeypatch, processes, device, said):
+  """Never run into: named, it is refused before anything runs; else the other tasks do."""
+  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  there = types.SimpleNamespace(memory_stats=lambda: device, device_kind="TPU v5p")
+  monkeypatch.setattr(jax, "local_devices", lambda: [there])
+  split = dataclasses.replace(context, mesh=types.SimpleNamespace())
+  tasks, [note] = evals.choose_tasks(split)
+  assert tasks == ["lm"] and note.startswith("accept_length is left out") and said in note
+  assert evals.choose_tasks(split, ["lm"]) == (["lm"], [])
+  with pytest.raises(
+    UserError, match=f"generation runs on one device, and {said}.*; evaluate with --tasks=lm"
+  ):
+    evals.choose_tasks(split, ["accept_length"])
+  assert evals.choose_tasks(context) == (list(evals.TASKS), [])  # without a mesh it is on one device already
+
+
+def test_meshes_of_an_evaluation(on_devices):
+  code = """
+import json
+from glm5_jax.config import MeshConfig
+from glm5_jax.errors import UserError
+from glm5_jax.evals import evaluation_mesh
+from tests.evals.runs import config
+out = []
+for cfg, wanted in (
+  (config(), None), (config(q_lora_rank=36), None), (config(), MeshConfig(context=4)),
+  (config(), MeshConfig(context=8)), (config(q_lora_rank=36), MeshConfig(data=1, fsdp=-1)),
+):
+  try:
+    out.append({axis: size for axis, size in evaluation_mesh(cfg, 24, wanted)[0].shape.items() if size > 1})
+  except UserError as error:
+    out.append(str(error))
+print(json.dumps(out))
+"""
+  split, copied, slots, *refused = json.loads(on_devices(code))
+  assert (split, copied, slots) == ({"fsdp": 8}, {"data": 8}, {"data": 2, "context": 4})
+  assert "data.seq_len=24: should be a multiple of 16" in refused[0]
+  assert "36 does not divide over the mesh's fsdp 8 = 8" in refused[1]
 
 
 def test_without_mtp_nothing_is_drafted():

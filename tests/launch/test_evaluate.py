@@ -7,6 +7,7 @@ import pytest
 
 from glm5_jax.train.checkpoint import SUBFOLDER
 from tests.evals import runs
+from tests.parallel.processes import Group
 
 QUICK = ("--rows=4", "--batch_size=4", "--prompts=2", "--prompt_tokens=16", "--new_tokens=8")
 
@@ -33,6 +34,56 @@ def test_all_tasks_of_a_run(command, run, tmp_path):
   assert shown["bits_per_byte"] == f"{written['tasks']['lm']['bits_per_byte']:.4f}"
 
 
+@pytest.fixture(scope="module")
+def experts(run, tmp_path_factory):
+  """A run of which trunk and MTP layer have experts."""
+  folder = tmp_path_factory.mktemp("experts") / "run"
+  return runs.make_run(folder, run.parent / "data", first_k_dense_replace=0)
+
+
+def scores(done, file):
+  assert done.returncode == 0 and done.stderr == "", done.stderr
+  return json.loads(file.read_text())["tasks"]
+
+
+def assert_same_scores(found, expected):
+  """Sums over tokens are in another order; what is counted or generated is the same."""
+  assert found.keys() == expected.keys() == {"lm", "accept_length"}
+  assert found["lm"] == pytest.approx(expected["lm"], rel=1e-5)
+  assert all(found["lm"][name] == expected["lm"][name] for name in ("tokens", "bytes"))
+  assert found["accept_length"] == expected["accept_length"]
+
+
+def test_same_scores_on_eight_devices(command, experts, tmp_path):
+  """Ten rows are no multiple of eight, and four at a time are fewer."""
+  flags = f"--checkpoint={experts}", *QUICK, "--rows=10"
+  alone = scores(command("evaluate", *flags, f"--json={tmp_path}/alone"), tmp_path / "alone")
+  for name, mesh, shown in (
+    ("split", [], "8 × cpu (fsdp 8)"),
+    ("mixed", ["--mesh=expert=2,context=2,tensor=2"], "8 × cpu (expert 2 × context 2 × tensor 2)"),
+  ):
+    done = command("evaluate", *flags, *mesh, f"--json={tmp_path}/{name}", JAX_NUM_CPU_DEVICES="8")
+    assert_same_scores(scores(done, tmp_path / name), alone)
+    assert done.stdout.splitlines()[0].endswith(f", on {shown}")
+    assert done.stdout.splitlines()[1] == "accept_length generates on one of the devices"
+
+
+def test_same_scores_in_two_processes(command, experts, tmp_path):
+  flags = f"--checkpoint={experts}", *QUICK
+  alone = scores(command("evaluate", *flags, "--tasks=lm", f"--json={tmp_path}/alone"), tmp_path / "alone")
+  with Group(tmp_path) as group:
+    for i in (0, 1):
+      arguments = ["-m", "launch.evaluate", *flags, f"--json={tmp_path}/scores"]
+      group.start(arguments, i, JAX_NUM_CPU_DEVICES="2")
+    assert group.codes(300) == [0, 0], group.said_wrong()
+    first, second = (worker.said() for worker in group.workers)
+  found = json.loads((tmp_path / "scores").read_text())["tasks"]
+  assert found["lm"] == pytest.approx(alone["lm"], rel=1e-5) and list(found) == ["lm"]
+  assert "on 4 × cpu in 2 processes (fsdp 4)" in first
+  assert "accept_length is left out: it generates on one device, and the parameters are dealt out" in first
+  assert "bits_per_byte" in first and "bits_per_byte" not in second
+
+
 def assert_refused(done, *said):
   """Exit code 2 and one line on stderr with every one of `said`."""
   assert done.returncode == 2, done.stdout + done.stderr
@@ -50,6 +101,18 @@ def assert_refused(done, *said):
     (["--checkpoint={run}", "--tasks=lm,chess"], "no task 'chess'; there are lm, accept_length"),
     (["--checkpoint={run}", "--rows=-1"], "--rows=-1"),
     (["--checkpoint={run}", "--json=/nonexistent/x"], "--json: no folder /nonexistent"),
+    (["--checkpoint={run}", "--mesh=fsdp"], "--mesh: 'fsdp' should be at least 1, or -1"),
+    (
+      ["--checkpoint={run}", "--mesh=rows=2"],
+      "--mesh: 'rows=2' should be an axis, once, and a number, of data",
+    ),
+    (["--checkpoint={run}", "--mesh=fsdp=2,fsdp=2"], "--mesh: 'fsdp=2' should be an axis, once"),
+    (
+      ["--checkpoint={run}", "--mesh=fsdp=-1,data=-1"],
+      "--mesh: 'data=-1' should be at least 1, or -1, for one",
+    ),
+    (["--checkpoint={run}", "--mesh=dcn_data=-1"], "--mesh: 'dcn_data=-1' should be at least 1"),
+    (["--checkpoint={run}", "--mesh=fsdp=4"], "1 found; for a dry run on CPU set JAX_NUM_CPU_DEVICES=4"),
   ],
 )
 def test_mistakes_are_one_line(command, run, arguments, said):
