@@ -26,8 +26,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def _not_from_orbax(record: logging.LogRecord) -> bool:
   _, error, trace = record.exc_info or (None, None, None)
   files = [frame.filename for frame in traceback.extract_tb(trace)]
-  # A write that failed in tensorstore has no frames; it names orbax's temporary folder.
-  return not any("orbax" in name for name in (record.pathname, str(error), *files))
+  # What failed in tensorstore has no frames; a write names orbax's temporary folder, a read what it opened.
+  names = (record.pathname, str(error), *files)
+  return not any(mark in name for name in names for mark in ("orbax", "tensorstore_spec"))
 
 
 # Orbax narrates every phase of a save, logs the traceback of errors that it also raises, and leaves
