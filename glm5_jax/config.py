@@ -76,6 +76,7 @@ class ModelConfig:
   mla_form: str = "auto"  # "expanded" | "absorbed" | "auto" (fewest FLOPs for the shape)
   sliding_window: int = 4096  # keys seen by an "S" layer
   query_block: int = 0  # queries attended at a time, bounds memory; 0 picks by shape
+  head_group: int = 0  # heads expanded at a time by the TPU kernels, bounds memory on long rows; 0: all
   moe_implementation: str = ""  # a name of pallas_kernels.grouped_matmul; "" picks by back end
   attention_implementation: str = ""  # "reference" | "splash" (TPU); "" picks by back end
   topk_implementation: str = ""  # a name of pallas_kernels.topk; "" picks by back end
@@ -189,6 +190,7 @@ class TrainConfig:
   """One stage of training."""
 
   stage: str = "pretrain"
+  start_from: str = ""  # a run, checkpoint or Hugging Face folder whose parameters a fresh run begins with
   steps: int = 1000
   batch_size: int = 8  # rows a step, over all micro-batches
   batch_warmup: str = ""  # "16:500,32:1000": rows a step until that step, then batch_size

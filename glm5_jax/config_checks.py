@@ -72,6 +72,7 @@ _BOUNDS: Mapping[str, tuple[float | None, float | None]] = {
   "model.attention_dropout": (0, 0),
   "model.num_nextn_predict_layers": (0, 1),
   "model.query_block": (0, None),
+  "model.head_group": (0, None),
   "data.seq_len": (2, None),
   "data.pack_bins": (1, None),
   "data.shuffle_window": (1, None),
@@ -304,6 +305,8 @@ def _check_mesh(run: RunConfig) -> None:
     _fail("mesh.context", mesh.context, f"{right}: each shard takes two pieces of a row")
   for name in ("num_attention_heads", *_feed_forward_widths(model)):
     _divides("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))
+  heads = model.num_attention_heads // max(mesh.tensor, 1)
+  _divides("model.head_group", model.head_group, "the heads of a device,", heads)
   for rows in (run.train.batch_size, *(rows for rows, _ in parse_batch_warmup(run.train.batch_warmup))):
     _check_row_shards(sizes, rows // run.train.grad_accum)
 

@@ -52,7 +52,7 @@ class ModelFolder:
     return tokenizer
 
   def load_params(self, shardings: Any = None) -> Any:
-    """The parameter tree of `cfg`.
+    """The parameter tree of `cfg`, in its dtypes.
 
     Args:
       shardings: a tree of shardings like the parameters', such as `parallel.rules.param_shardings` gives.
@@ -60,14 +60,14 @@ class ModelFolder:
         first local device.
 
     Raises:
-      UserError: a torn or mismatching checkpoint.
+      UserError: a torn checkpoint, or weights of another shape than `cfg` has.
     """
     if self.step is None:
       return hf.load_params(self.folder, self.cfg, shardings)
-    wanted = None
+    wanted = abstract_params(self.cfg)
     if shardings is not None:
       place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-      wanted = jax.tree.map(place, abstract_params(self.cfg), shardings)
+      wanted = jax.tree.map(place, wanted, shardings)
     return load_params_checkpoint(self.folder, self.step, wanted)[0]
 
 

@@ -6,9 +6,11 @@ run share the folder: process 0 writes it and reports, checkpoints are written b
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,11 +21,13 @@ from glm5_jax.data.pipeline import heldout_batches, make_train_iterator, merge_s
 from glm5_jax.data.records import load_data_tokenizer
 from glm5_jax.errors import UserError
 from glm5_jax.evals.lm import evaluate_lm
-from glm5_jax.model import abstract_params
+from glm5_jax.model import abstract_params, logical_axes
 from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.optim.guard import SkipCounts
 from glm5_jax.optim.schedules import batch_size_at
 from glm5_jax.parallel.distributed import gather_json
+from glm5_jax.parallel.rules import param_shardings
+from glm5_jax.serve.load import open_model
 from glm5_jax.text.tokenizer import TOKENIZER_FILES, load_tokenizer
 from glm5_jax.train.checkpoint import SUBFOLDER, Checkpointer, read_description
 from glm5_jax.train.checkpoint_files import disk_errors
@@ -122,11 +126,25 @@ class _Run:
           "set data.folder to the one this run began with or give another --workdir"
         )
 
+  def _start_params(self) -> Any:
+    """Those of `train.start_from`, on this run's mesh; None without it."""
+    run = self.run
+    if not run.train.start_from:
+      return None
+    with refused_together():
+      parent = open_model(run.train.start_from)
+      parent.check_tokenizer(self.tokenizer)
+    self.report(f"starting from {parent.folder}" + ("" if parent.step is None else f", step {parent.step}"))
+    shardings = None
+    if self.mesh is not None:
+      shardings = param_shardings(self.mesh, logical_axes(run.model), abstract_params(run.model))
+    return dataclasses.replace(parent, run=run).load_params(shardings)
+
   def _initial_state(self) -> TrainState:
     """The newest checkpoint's, or a fresh one; data that the run did not begin with is refused."""
     step = self._latest_step()
     if step is None:
-      return fresh_state(self.run, self.optimizer, self.mesh)
+      return fresh_state(self.run, self.optimizer, self.mesh, self._start_params())
     _, saved, extra = read_description(self.checkpoints.folder, step)
     owner = f"the checkpoint in {self.checkpoints.folder}"
     fingerprint = extra.get("tokenizer", self.tokenizer.fingerprint)

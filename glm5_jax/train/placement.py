@@ -60,13 +60,17 @@ def parts_of_rows(mesh: Mesh | None) -> tuple[list[int], int]:
   return ([0], 1) if mesh is None else local_parts(row_sharding(mesh))
 
 
-def fresh_state(run: RunConfig, optimizer: Optimizer, mesh: Mesh | None) -> TrainState:
-  """`init_state`, each array made where it lies."""
+def fresh_state(run: RunConfig, optimizer: Optimizer, mesh: Mesh | None, params: Any = None) -> TrainState:
+  """`init_state`, each array made where it lies; `params`, where given, lie there and are taken over."""
   if mesh is None:
     # Bound to the device as a restored state is, so that both run the very same compiled step.
-    return jax.device_put(init_state(run, optimizer), jax.local_devices()[0])
-  shardings = state_shardings(run, optimizer, mesh)
-  return jax.jit(lambda: init_state(run, optimizer), out_shardings=shardings)()
+    return jax.device_put(init_state(run, optimizer, params), jax.local_devices()[0])
+  init = jax.jit(
+    lambda params: init_state(run, optimizer, params),
+    out_shardings=state_shardings(run, optimizer, mesh),
+    donate_argnums=0,
+  )
+  return init(params)
 
 
 def on_devices(batch: Batch, mesh: Mesh | None) -> dict[str, jax.Array]:

@@ -26,10 +26,10 @@ class TrainState(flax.struct.PyTreeNode):
   rng: jax.Array  # random key, folded with `step` where a stage draws numbers
 
 
-def init_state(run: RunConfig, optimizer: Optimizer) -> TrainState:
-  """Fresh parameters from `train.seed`."""
+def init_state(run: RunConfig, optimizer: Optimizer, params: Any = None) -> TrainState:
+  """Before the first step, from `params`; None draws them from `train.seed`."""
   init_key, rng = jax.random.split(jax.random.key(run.train.seed))
-  params = init_params(run.model, init_key)
+  params = init_params(run.model, init_key) if params is None else params
   return TrainState(
     step=jnp.zeros((), jnp.int32),
     params=params,

@@ -21,8 +21,8 @@ def results():
   params = init_params(CFG, jax.random.key(0))
   tokens = jax.random.randint(jax.random.key(1), SEGMENTS.shape, 0, CFG.vocab_size)
 
-  def value(implementation):
-    cfg = CFG.replace(attention_implementation=implementation)
+  def value(implementation, **fields):
+    cfg = CFG.replace(attention_implementation=implementation, **fields)
 
     def loss(params):
       out = forward(params, cfg, tokens, None, SEGMENTS)
@@ -31,11 +31,16 @@ def results():
     (_, hidden), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     return hidden, grads
 
-  return value("reference"), value("splash_interpret")
+  grouped = {"head_group": 2, "remat": "attention"}
+  return value("reference"), {
+    "whole": value("splash_interpret"),
+    "2 heads": value("splash_interpret", **grouped),
+  }
 
 
-def test_values_and_gradients_equal_the_plain_formula(results):
-  (hidden, grads), (splash_hidden, splash_grads) = results
+@pytest.mark.parametrize("heads", ["whole", "2 heads"])
+def test_values_and_gradients_equal_the_plain_formula(results, heads):
+  (hidden, grads), (splash_hidden, splash_grads) = results[0], results[1][heads]
   np.testing.assert_allclose(splash_hidden, hidden, atol=2e-6 * float(jnp.max(jnp.abs(hidden))))
   for (path, a), b in zip(
     jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(splash_grads), strict=True

@@ -14,6 +14,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.model.attention import headmajor, splash
 from glm5_jax.model.attention.context import AttentionContext, query_blocks, visible
 from glm5_jax.model.attention.core import attend, attend_gathered
+from glm5_jax.model.attention.head_groups import sum_over_groups
 from glm5_jax.model.attention.latent import Latent
 from glm5_jax.model.layers import apply_rope, project
 
@@ -41,10 +42,14 @@ def attend_causal(latent: Latent, ctx: AttentionContext, cfg: ModelConfig) -> ja
   if core == "reference" or ctx.cache_length is not None or not splash.fits(T, S):
     return attend_visible(latent, functools.partial(visible, ctx), ctx, cfg)
   dtype = jnp.dtype(cfg.dtype)
-  q, (k, v) = headmajor.queries(latent.query, dtype), headmajor.keys_values(latent, dtype)
   segments = ctx.segments_BT, ctx.key_segments_BS
-  mixed = splash.attend_causal(q, k, v, *segments, cfg.qk_head_dim**-0.5, core == "splash_interpret")
-  return headmajor.output(mixed, latent, dtype)
+
+  def attend_heads(latent: Latent) -> jax.Array:
+    q, (k, v) = headmajor.queries(latent.query, dtype), headmajor.keys_values(latent, dtype)
+    mixed = splash.attend_causal(q, k, v, *segments, cfg.qk_head_dim**-0.5, core == "splash_interpret")
+    return headmajor.output(mixed, latent, dtype)
+
+  return sum_over_groups(attend_heads, latent, cfg.head_group)
 
 
 def attend_visible(
