@@ -12,16 +12,21 @@ import jax.numpy as jnp
 
 
 class TokenLosses(NamedTuple):
-  """Sums over tokens, weighted; divide by the sum of weights of the whole batch."""
+  """What each token costs, and the weighted sum, which alone carries a gradient."""
 
   loss: jax.Array  # −Σ w · log p(target), float32
-  correct: jax.Array  # Σ w · [argmax = target], float32; carries no gradient
+  nll_M: jax.Array  # −log p(target), float32
+  hits_M: jax.Array  # [argmax = target], bool
 
 
 def chunked_cross_entropy(
   hidden_MD: jax.Array, head_DV: jax.Array, targets_M: jax.Array, weights_M: jax.Array, chunk: int
 ) -> TokenLosses:
-  """Weighted sums of token losses; equal to the unchunked ones for any chunk, M need be no multiple.
+  """The losses of tokens; equal to the unchunked ones for any chunk, M need be no multiple.
+
+  Several losses of one head are best taken together, each token's weight holding the factor of its loss:
+  the head's gradient is then one array, and as large as that array is, another for each loss is what a
+  device has no room for.
 
   Args:
     hidden_MD: states after the final norm, in the compute dtype.
@@ -29,7 +34,10 @@ def chunked_cross_entropy(
     targets_M: int32. weights_M: float32, 0 ignores a token.
     chunk: tokens projected at a time.
   """
-  return TokenLosses(*_sums(hidden_MD, head_DV, targets_M, weights_M, min(chunk, hidden_MD.shape[0])))
+  M = hidden_MD.shape[0]
+  loss, tokens = _sums(hidden_MD, head_DV, targets_M, weights_M, min(chunk, M))
+  nll, hits = (x.reshape(-1)[:M] for x in jax.lax.stop_gradient(tokens))
+  return TokenLosses(loss, nll, hits)
 
 
 def token_log_probs(
@@ -70,14 +78,16 @@ def _pieces(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _sums(hidden_MD, head_DV, targets_M, weights_M, chunk):
-  def body(sums, piece):
+  """(weighted sum, (losses, hits) of tokens in chunks)."""
+
+  def body(loss, piece):
     hidden, targets, weights = piece
     logits = _logits(hidden, head_DV)
     losses = jax.nn.logsumexp(logits, axis=-1) - _picked(logits, targets)
-    return (sums[0] + losses @ weights, sums[1] + _hits(logits, targets) @ weights), None
+    return loss + losses @ weights, (losses, _hits(logits, targets))
 
   zero = jnp.zeros((), jnp.float32)
-  return jax.lax.scan(body, (zero, zero), _pieces(chunk, hidden_MD, targets_M, weights_M))[0]
+  return jax.lax.scan(body, zero, _pieces(chunk, hidden_MD, targets_M, weights_M))
 
 
 def _forward(hidden_MD, head_DV, targets_M, weights_M, chunk):
@@ -85,7 +95,7 @@ def _forward(hidden_MD, head_DV, targets_M, weights_M, chunk):
   dtype = hidden_MD.dtype
 
   def body(carry, piece):
-    loss, correct, grad_head = carry
+    loss, grad_head = carry
     hidden, targets, weights = piece
     logits = _logits(hidden, head_DV)
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -94,15 +104,14 @@ def _forward(hidden_MD, head_DV, targets_M, weights_M, chunk):
     grad_logits = ((jnp.exp(logits - log_sum) - is_target) * weights[:, None]).astype(dtype)
     grad_hidden = jnp.dot(grad_logits, head_DV.T.astype(dtype), preferred_element_type=jnp.float32)
     grad_head += jnp.dot(hidden.T, grad_logits, preferred_element_type=jnp.float32)
-    carry = (loss + losses @ weights, correct + _hits(logits, targets) @ weights, grad_head)
-    return carry, grad_hidden.astype(dtype)
+    tokens = losses, _hits(logits, targets)
+    return (loss + losses @ weights, grad_head), (tokens, grad_hidden.astype(dtype))
 
-  zero = jnp.zeros((), jnp.float32)
-  start = (zero, zero, jnp.zeros(head_DV.shape, jnp.float32))
+  start = (jnp.zeros((), jnp.float32), jnp.zeros(head_DV.shape, jnp.float32))
   pieces = _pieces(chunk, hidden_MD, targets_M, weights_M)
-  (loss, correct, grad_head), grad_hidden = jax.lax.scan(body, start, pieces)
+  (loss, grad_head), (tokens, grad_hidden) = jax.lax.scan(body, start, pieces)
   grad_hidden = grad_hidden.reshape(-1, hidden_MD.shape[1])[: hidden_MD.shape[0]]
-  return (loss, correct), (grad_hidden, grad_head, jnp.zeros((0,), head_DV.dtype))
+  return (loss, tokens), (grad_hidden, grad_head, jnp.zeros((0,), head_DV.dtype))
 
 
 def _backward(chunk, saved, grads):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.losses.cross_entropy import chunked_cross_entropy
-from glm5_jax.model import forward, head_of
+from glm5_jax.model import ModelOutput, forward, head_of
 from glm5_jax.parallel import spmd
 from glm5_jax.parallel.mesh import ROW_AXES
 
@@ -88,25 +88,41 @@ def pretrain_loss(
     batch["segment_ids"],
     mtp_depths=depths,
   )
-  head_DV = head_of(params, cfg)
-
-  def cross_entropy(hidden_BTD: jax.Array, depth: int, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    targets_BT, weights_BT = map(spmd.take_mine, depth_targets(batch, depth))
-    hidden_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    mine = map(spmd.my_share, (hidden_MD, targets_BT.reshape(-1), weights_BT.reshape(-1)))
-    hidden, targets, weights = mine
-    sums = chunked_cross_entropy(hidden, head_DV, targets, weights, chunk)
-    return sums.loss / tokens, sums.correct / tokens
-
-  metrics: dict[str, Any] = {"router_counts": out.aux["router_counts"]}
   with jax.named_scope("loss"):
-    loss, metrics["accuracy"] = cross_entropy(out.hidden_BTD, 0, denominator.tokens)
-    metrics["lm_loss"] = loss
-    for k, tokens in enumerate(denominator.mtp_tokens, start=1):
-      mtp, accuracy = cross_entropy(out.aux["mtp_hidden_KBTD"][k - 1], k, tokens)
-      metrics[f"mtp_loss_{k}"], metrics[f"mtp_accuracy_{k}"] = mtp, accuracy
-      loss += mtp_weight / depths * mtp
+    loss, metrics = _token_losses(out, head_of(params, cfg), batch, denominator, mtp_weight, chunk)
     balance = out.aux["balance"] / denominator.rows
     loss += balance_weight * balance
-  metrics |= {"loss": loss, "balance_loss": balance}
+  metrics |= {"loss": loss, "balance_loss": balance, "router_counts": out.aux["router_counts"]}
   return loss, metrics
+
+
+def _token_losses(
+  out: ModelOutput,
+  head_DV: jax.Array,
+  batch: Batch,
+  denominator: Denominators,
+  mtp_weight: jax.Array | float,
+  chunk: int,
+) -> tuple[jax.Array, dict[str, Any]]:
+  """CE + λ/3 · Σ_k CE_k and their metrics, through one pass over the tokens of all depths."""
+  depths = len(denominator.mtp_tokens)
+  counts = (denominator.tokens, *denominator.mtp_tokens)
+  factors = (1.0, *[mtp_weight / depths] * depths)
+  hidden = [out.hidden_BTD[None], *([out.aux["mtp_hidden_KBTD"]] if depths else [])]
+  targets, shares, weights = [], [], []
+  for depth, (tokens, factor) in enumerate(zip(counts, factors, strict=True)):
+    targets_BT, weights_BT = map(spmd.take_mine, depth_targets(batch, depth))
+    targets.append(targets_BT)
+    shares.append(weights_BT / tokens)
+    weights.append(shares[-1] * factor)
+  hidden_MD = jnp.concatenate(hidden).reshape(-1, head_DV.shape[0])
+  depth_M = jnp.repeat(jnp.arange(depths + 1), targets[0].size)
+  stacked = (jnp.stack(x).reshape(-1) for x in (targets, weights, shares))
+  hidden_P, targets_P, weights_P, shares_P, depth_P = map(spmd.my_share, (hidden_MD, *stacked, depth_M))
+  of_tokens = chunked_cross_entropy(hidden_P, head_DV, targets_P, weights_P, chunk)
+  metrics: dict[str, Any] = {}
+  for depth in range(depths + 1):
+    of_depth_P = jnp.where(depth_P == depth, shares_P, 0.0)
+    loss, accuracy = (f"mtp_loss_{depth}", f"mtp_accuracy_{depth}") if depth else ("lm_loss", "accuracy")
+    metrics[loss], metrics[accuracy] = of_tokens.nll_M @ of_depth_P, of_tokens.hits_M @ of_depth_P
+  return of_tokens.loss, metrics
