@@ -79,7 +79,9 @@ class ModelConfig:
   head_group: int = 0  # heads expanded at a time by the TPU kernels, bounds memory on long rows; 0: all
   moe_implementation: str = ""  # a name of pallas_kernels.grouped_matmul; "" picks by back end
   attention_implementation: str = ""  # "reference" | "splash" (TPU); "" picks by back end
-  topk_implementation: str = ""  # a name of pallas_kernels.topk; "" picks by back end
+  dsa_implementation: str = ""  # of the kernels of sparse attention, a name of pallas_kernels.topk; "" picks
+  index_dtype: str = "float32"  # in which indexer queries and keys are multiplied; sums are float32
+  indexer_loss: bool = False  # compute each indexer's KL to attention; the stages that train indexers set it
 
   # Ours: numerics and compilation
   dtype: str = "bfloat16"  # activations
@@ -189,19 +191,20 @@ class OptimConfig:
 class TrainConfig:
   """One stage of training."""
 
-  stage: str = "pretrain"
+  stage: str = "pretrain"  # a name of train.stages.STAGES: what is trained, by which loss
   start_from: str = ""  # a run, checkpoint or Hugging Face folder whose parameters a fresh run begins with
   steps: int = 1000
   batch_size: int = 8  # rows a step, over all micro-batches
   batch_warmup: str = ""  # "16:500,32:1000": rows a step until that step, then batch_size
   grad_accum: int = 1  # micro-batches a step
-  loss: str = "pretrain"  # a name of losses.BATCH_LOSSES
+  loss: str = ""  # a name of losses.BATCH_LOSSES; "" takes the stage's
   loss_chunk: int = 1024  # tokens projected to the vocabulary at a time
   mtp_weight: float = 0.3  # λ before the switch
   mtp_weight_final: float = 0.1  # λ after it
   mtp_switch: float = 0.55  # share of the steps at which λ and the bias rate switch (15 T of 27 T tokens)
   router_bias_rate: float = 1e-3  # γ of the selection bias before the switch, 0 after
   balance_weight: float = 1e-4  # α of the sequence balance loss
+  indexer_weight: float = 1.0  # of the indexers' KL, summed over layers; not published, ours
   seed: int = 0
   log_every: int = 10
   eval_every: int = 100

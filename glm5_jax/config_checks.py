@@ -25,6 +25,8 @@ SCHEDULES = (  # optim.schedules: SHAPES and STAGES
   *("pretrain", "midtrain", "midtrain_32k", "midtrain_128k", "midtrain_200k", "dsa_warmup", "dsa_sparse"),
 )
 WARMING_SCHEDULES = ("cosine", "linear", "pretrain")  # those that warm up before they decay
+# train.stages.STAGES, each with the model.dsa_mode that it needs
+STAGE_MODES = {"pretrain": None, "dsa_warmup": "dense", "dsa_sparse": "sparse"}
 DTYPES = ("bfloat16", "float32")
 REMAT = ("full", "dots", "attention", "offload")  # model.block.REMAT
 
@@ -34,9 +36,10 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
   "model.hidden_act": ("silu",),
   "model.dsa_mode": ("dense", "sparse"),
   "model.mla_form": ("auto", "expanded", "absorbed"),
-  "model.topk_implementation": ("", *TOPK),
+  "model.dsa_implementation": ("", *TOPK),
   "model.moe_implementation": ("", *GROUPED_MATMUL),
   "model.attention_implementation": ("", *ATTENTION_CORES),
+  "model.index_dtype": ("float32", "bfloat16"),
   "model.dtype": DTYPES,
   "model.param_dtype": DTYPES,
   "model.router_param_dtype": ("", *DTYPES),
@@ -45,7 +48,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
   "optim.name": ("muon_split", "muon", "adamw"),
   "optim.schedule": SCHEDULES,
   "optim.ns_dtype": DTYPES,
-  "train.stage": ("pretrain",),
+  "train.stage": tuple(STAGE_MODES),
 }
 
 # Inclusive bounds; None leaves a side open.
@@ -138,6 +141,7 @@ def check_run(run: RunConfig) -> None:
   _check_optim(run)
   _check_batches(run)
   _check_mesh(run)
+  _check_stage(run)
   if run.train.profile_steps:
     _profile_steps(run.train.profile_steps)
 
@@ -271,6 +275,17 @@ def _check_optim(run: RunConfig) -> None:
   if optim.schedule in WARMING_SCHEDULES and optim.warmup_steps >= end:
     field = "optim.decay_steps" if optim.decay_steps else "train.steps"
     _fail("optim.warmup_steps", optim.warmup_steps, f"less than {field}={end}, where the decay ends")
+
+
+def _check_stage(run: RunConfig) -> None:
+  stage, model = run.train.stage, run.model
+  mode = STAGE_MODES[stage]
+  if mode is None:
+    return
+  if model.dsa_mode != mode:
+    _fail("model.dsa_mode", model.dsa_mode, f"{mode!r} in stage {stage}")
+  if not any(map(model.owns_indexer, range(model.num_hidden_layers))):
+    _fail("model.attention", model.attention, f"with a D: stage {stage} trains indexers")
 
 
 def _check_batches(run: RunConfig) -> None:

@@ -76,7 +76,7 @@ BAD_INPUTS = [
   ({"model.indexer_types": ("full",)}, "model.indexer_types=('full',)", "each of the 4 layers"),
   ({"model.indexer_types": ("full", "full", "full", "half")}, "model.indexer_types", "'full' or 'shared'"),
   ({"model.indexer_types": ("shared", "full", "full", "full")}, "model.indexer_types", "'full' at index 0"),
-  ({"model.topk_implementation": "fast"}, "model.topk_implementation='fast'", "'reference'"),
+  ({"model.dsa_implementation": "fast"}, "model.dsa_implementation='fast'", "'reference'"),
   # Experts
   ({"model.num_experts_per_tok": 9}, "model.num_experts_per_tok=9", "n_routed_experts=8"),
   ({"model.num_experts_per_tok": 0}, "model.num_experts_per_tok=0", "at least 1"),

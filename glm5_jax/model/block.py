@@ -44,10 +44,11 @@ class Block(nn.Module):
       attended = attention(rms_norm(x_BTD, attn_norm_D, cfg.rms_norm_eps), ctx, selection, cache)
       x_BTD = checkpoint_name(x_BTD + spmd.psum(attended.out_BTD, ("tensor",)), ATTENDED)
     h_BTD = rms_norm(x_BTD, mlp_norm_D, cfg.rms_norm_eps)
-    aux: Aux = {}
+    aux: Aux = {} if attended.indexer_kl is None else {"indexer_kl": attended.indexer_kl}
     with jax.named_scope("feed_forward"):
       if spec.moe:
-        y_BTD, aux = MoE(cfg, name="moe")(h_BTD, ctx.segments_BT != 0)
+        y_BTD, moe_aux = MoE(cfg, name="moe")(h_BTD, ctx.segments_BT != 0)
+        aux |= moe_aux
       else:
         y_BTD = SwiGLU(cfg, cfg.intermediate_size, name="mlp")(h_BTD)
     x_BTD = x_BTD + spmd.psum(y_BTD, ("tensor",))

@@ -13,16 +13,16 @@ from glm5_jax.model.attention.context import (
   Cache,
   LayerCache,
   Selection,
-  query_blocks,
   write,
 )
-from glm5_jax.model.attention.dsa import GATHER_QUERIES
+from glm5_jax.model.attention.selection import GATHER_QUERIES
 from glm5_jax.model.block import Unit
 from glm5_jax.model.layers import embed, project, rms_norm, rope_tables
 from glm5_jax.model.mtp import MultiTokenPrediction
 from glm5_jax.model.plan import Segment, layer_plan
 from glm5_jax.model.weights import normal, ones, weight
 from glm5_jax.parallel import spmd
+from pallas_kernels.topk import bits
 
 EMBED_AXES, HEAD_AXES = ("vocab", "embed"), ("embed", "vocab")
 
@@ -31,7 +31,8 @@ class ModelOutput(flax.struct.PyTreeNode):
   """hidden is after the final norm; logits are float32 and cost nothing under jit where unused.
 
   aux: "router_counts", a tree like the parameters' with [E] (or [repeats, E]) leaves; "balance", the sum
-  over rows and layers of the sequence balance loss; "mtp_hidden_KBTD" where MTP was asked for.
+  over rows and layers of the sequence balance loss; "indexer_kl", by "layer_i" and "mtp" (its depths added),
+  the sum over queries, {} unless the config asks for it; "mtp_hidden_KBTD" where MTP was asked for.
   """
 
   hidden_BTD: jax.Array
@@ -89,9 +90,11 @@ class GLM5(nn.Module):
       ]
       hiddens, _, mtp_aux = mtp(hidden_BTD, future, contexts)
       aux["mtp_hidden_KBTD"] = jnp.stack(hiddens)
-      if mtp_aux:  # a dense layer has none
+      if "counts_E" in mtp_aux:  # a dense layer has none
         aux["router_counts"]["mtp"] = {"block": mtp_aux["counts_E"]}
         aux["balance"] += mtp_aux["balance"]
+      if "indexer_kl" in mtp_aux:
+        aux["indexer_kl"]["mtp"] = mtp_aux["indexer_kl"]
     logits_BTV = project(hidden_BTD, head_DV, dtype).astype(jnp.float32)
     if cache is not None:
       length = cache.length + tokens_BT.shape[1]
@@ -102,17 +105,18 @@ class GLM5(nn.Module):
     cfg = self.cfg
     if cache is not None and cfg.scan_layers:
       raise ValueError("a cache needs scan_layers=False: pass the params and config of plan.unstack")
-    aux: dict[str, Any] = {"router_counts": {}, "balance": jnp.zeros((), jnp.float32)}
+    aux: dict[str, Any] = {"router_counts": {}, "balance": jnp.zeros((), jnp.float32), "indexer_kl": {}}
     carry = (x_BTD, empty_selection(cfg, ctx, x_BTD.shape[0]))
     new_caches = []
     for segment in layer_plan(cfg):
       caches = (None,) * segment.period if cache is None else cache.layers[segment.start :][: segment.period]
       carry, (layer_caches, unit_aux) = self._unit(segment)(carry, caches, ctx)
       new_caches.extend(layer_caches)
-      counts = {block: a["counts_E"] for block, a in unit_aux.items() if a}
-      if counts:
-        aux["router_counts"][segment.name] = counts
-        aux["balance"] += sum(jnp.sum(a["balance"]) for a in unit_aux.values() if a)
+      routed = {block: a for block, a in unit_aux.items() if "counts_E" in a}
+      if routed:
+        aux["router_counts"][segment.name] = {block: a["counts_E"] for block, a in routed.items()}
+        aux["balance"] += sum(jnp.sum(a["balance"]) for a in routed.values())
+      aux["indexer_kl"] |= _by_layer(segment, "indexer_kl", unit_aux)
     return carry[0], tuple(new_caches), aux
 
   def _unit(self, segment: Segment) -> nn.Module:
@@ -127,6 +131,16 @@ class GLM5(nn.Module):
       metadata_params={nn.PARTITION_NAME: "layers"},
     )
     return scanned(self.cfg, segment.unit, name=segment.name)
+
+
+def _by_layer(segment: Segment, name: str, unit_aux: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:
+  """{"layer_7": scalar, …} of what some blocks of a segment return by that name, stacked where it is."""
+  found = {}
+  for j in range(segment.period):
+    if (values := unit_aux[f"block_{j}"].get(name)) is not None:
+      for r, value in enumerate(jnp.atleast_1d(values)):
+        found[f"layer_{segment.start + r * segment.period + j}"] = value
+  return found
 
 
 def vocabulary_weights(module: nn.Module, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -202,8 +216,7 @@ def empty_selection(cfg: ModelConfig, ctx: AttentionContext, batch: int) -> Sele
     return None
   if ctx.cache_length is not None and ctx.slots_BT.shape[1] <= GATHER_QUERIES:
     return Selection(indices_BTK=jnp.full((batch, ctx.slots_BT.shape[1], k), -1, jnp.int32))
-  blocks = query_blocks(cfg, ctx)
-  return Selection(masks=tuple(jnp.zeros((batch, end - begin, keys), bool) for begin, end, keys in blocks))
+  return Selection(bits_BTW=jnp.zeros((batch, ctx.slots_BT.shape[1], bits.words(S)), jnp.int32))
 
 
 def init_cache(cfg: ModelConfig, batch: int, capacity: int, layers: int | None = None) -> Cache:
@@ -218,7 +231,7 @@ def init_cache(cfg: ModelConfig, batch: int, capacity: int, layers: int | None =
     latent = jnp.zeros((batch, capacity, cfg.latent_width), dtype)
     if not (scored and cfg.owns_indexer(layer)):
       return LayerCache(latent)
-    return LayerCache(latent, jnp.zeros((batch, capacity, cfg.index_head_dim), jnp.float32))
+    return LayerCache(latent, jnp.zeros((batch, capacity, cfg.index_head_dim), cfg.index_dtype))
 
   ids = range(cfg.num_hidden_layers) if layers is None else [cfg.num_hidden_layers] * layers
   return Cache(

@@ -63,6 +63,11 @@ def gather_weight(w: jax.Array, axes: Axes, use: Any = None) -> jax.Array:
   return w
 
 
+def gather(x: jax.Array, name: str, axis: int) -> jax.Array:
+  """The parts of an array that the shards of one mesh axis hold, put together along `axis`."""
+  return jax.lax.all_gather(x, name, axis=axis, tiled=True) if _present((name,)) else x
+
+
 def my_share(x: jax.Array) -> jax.Array:
   """This device's part of an array [M, …] that every shard of `tensor` holds alike, filled up with zeros."""
   parts = size("tensor")

@@ -36,7 +36,7 @@ MAY_CHANGE = frozenset(
     "model.query_block",
     "model.head_group",
     "model.moe_implementation",
-    "model.topk_implementation",
+    "model.dsa_implementation",
     "model.remat",
   }
 )

@@ -13,7 +13,7 @@ import pytest
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import moe
-from glm5_jax.model.attention import dsa, indexer
+from glm5_jax.model.attention import dsa, indexer, selection
 from glm5_jax.model.layers import apply_rope, project, rms_norm
 from tests.model import golden
 from tests.model.golden import LOGIT_TOLERANCE, distance
@@ -76,14 +76,14 @@ def _weights_with_bias(logits_ME, bias_E, cfg, original=moe.route):
   return routing._replace(weights_MK=share * cfg.routed_scaling_factor)
 
 
-def _unmasked_scores(ctx, begin, end, keys, original=dsa.visible):
+def _unmasked_scores(ctx, begin, end, keys, original=selection.visible):
   return jnp.ones_like(original(ctx, begin, end, keys))
 
 
 MUTATIONS = {
   "indexer rope on the last dims": (indexer.Indexer, "_rotate", _rotate_last_dims, 1.0),
-  "indexer without ReLU": (dsa, "index_scores", _scores_without_relu, 1.0),
-  "indexer gates made positive": (dsa, "index_scores", _scores_of_absolute_gates, 1.0),
+  "indexer without ReLU": (selection, "index_scores", _scores_without_relu, 1.0),
+  "indexer gates made positive": (selection, "index_scores", _scores_of_absolute_gates, 1.0),
   "indexer fed the query latent before its norm": (dsa, "project_latent", _latent_with_raw_query, 0.1),
   "indexer key norm as RMSNorm": (
     indexer,
@@ -98,7 +98,7 @@ MUTATIONS = {
     0.1,
   ),
   "scale of the latent width": (ModelConfig, "qk_head_dim", property(lambda cfg: cfg.latent_width), 0.1),
-  "selection not causal": (dsa, "visible", _unmasked_scores, 0.1),
+  "selection not causal": (selection, "visible", _unmasked_scores, 0.1),
   "experts selected without bias": (moe, "route", _route_without_bias, 0.1),
   "experts weighted with bias": (moe, "route", _weights_with_bias, 0.01),
 }

@@ -13,7 +13,7 @@ class LayerCache(NamedTuple):
   """One layer's past. In the 744B shape 576 numbers a token, plus 128 where an indexer scores keys."""
 
   latent_BSL: jax.Array  # normalised latent, then rotated shared key: L = C + R
-  index_key_BSJ: jax.Array | None = None  # rotated indexer keys, float32; None where no key is ever scored
+  index_key_BSJ: jax.Array | None = None  # rotated indexer keys; None where no key is ever scored
 
 
 class Cache(NamedTuple):
@@ -31,7 +31,7 @@ class Cache(NamedTuple):
 class Selection(NamedTuple):
   """Keys that a query may attend to, one set for all heads. Exactly one field is set."""
 
-  masks: tuple[jax.Array, ...] | None = None  # per query block: bool [B, block, keys up to its end]
+  bits_BTW: jax.Array | None = None  # int32, a bit a key; pallas_kernels.topk.bits has their order
   indices_BTK: jax.Array | None = None  # int32 ascending, −1 where there are fewer than K
 
 
@@ -52,6 +52,7 @@ class AttentionOutput(NamedTuple):
   out_BTD: jax.Array
   selection: Selection | None  # handed on to a following layer that shares it
   cache: LayerCache | None
+  indexer_kl: jax.Array | None = None  # scalar: sum over this shard's queries, where the config asks for it
 
 
 def visible(ctx: AttentionContext, begin: int, end: int, keys: int) -> jax.Array:

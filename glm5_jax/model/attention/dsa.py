@@ -1,30 +1,22 @@
 """DeepSeek sparse attention: each query attends to the `index_topk` keys its indexer scores highest.
 
-In "dense" mode (pre-training) the indexer's weights exist and rest; in "sparse" mode selection is
-exact and deterministic, and no gradient passes through it or through the scores.
+In "dense" mode (pre-training) the indexer's weights exist and rest; in "sparse" mode selection is exact and
+deterministic, and no gradient passes through it. What trains an indexer is its own loss alone, the KL of
+its scores to attention, for which its inputs are detached: see indexer_kl.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.attention.context import (
-  AttentionContext,
-  AttentionOutput,
-  LayerCache,
-  Selection,
-  query_blocks,
-  visible,
-  write,
-)
-from glm5_jax.model.attention.forms import attend_causal, attend_selected, attend_visible
-from glm5_jax.model.attention.indexer import Indexer, IndexerInputs, index_scores
+from glm5_jax.model.attention.context import AttentionContext, AttentionOutput, LayerCache, Selection, write
+from glm5_jax.model.attention.forms import attend_bits, attend_causal, attend_selected
+from glm5_jax.model.attention.indexer import Indexer
+from glm5_jax.model.attention.indexer_kl import indexer_kl, recalled
 from glm5_jax.model.attention.latent import Latent, project_latent
+from glm5_jax.model.attention.selection import select
 from glm5_jax.parallel import spmd
-from pallas_kernels.topk import topk, topk_mask
-
-GATHER_QUERIES = 16  # up to this many queries a row, keys are gathered instead of masked
+from pallas_kernels.topk import bits
 
 
 class SparseAttention(nn.Module):
@@ -48,57 +40,36 @@ class SparseAttention(nn.Module):
     latent, cache = project_latent(self, x_BTD, ctx, cache)
     sparse = cfg.dsa_mode == "sparse" and latent.keys_BSL.shape[1] > cfg.index_topk
     keeps_keys = cache is not None and cache.index_key_BSJ is not None
-    if self.owns_indexer and (sparse or keeps_keys or self.is_initializing()):
-      inputs = jax.lax.stop_gradient(Indexer(cfg, name="indexer")(x_BTD, latent.q_rank_BTQ, ctx.rope))
+    kl = None
+    if self.owns_indexer and (sparse or keeps_keys or cfg.indexer_loss or self.is_initializing()):
+      detached = jax.lax.stop_gradient((x_BTD, latent.q_rank_BTQ))
+      inputs = Indexer(cfg, name="indexer")(*detached, ctx.rope)
+      if not cfg.indexer_loss:
+        inputs = jax.lax.stop_gradient(inputs)
       key_BSJ, cache = _remember(inputs.key_BTJ, ctx, cache)
       if sparse:
-        selection = self._select(inputs, key_BSJ, ctx, cached=cache is not None)
+        selection = select(*jax.lax.stop_gradient((inputs, key_BSJ)), ctx, cfg, cached=cache is not None)
+      if cfg.indexer_loss and cache is None:
+        kl = indexer_kl(inputs, key_BSJ, latent, selection if sparse else None, ctx, cfg)
     if not sparse:  # every visible key is kept: exactly dense attention
-      return AttentionOutput(attend_causal(latent, ctx, cfg), selection, cache)
+      return AttentionOutput(attend_causal(latent, ctx, cfg), selection, cache, kl)
     if selection is None:
       raise ValueError("a shared DSA layer needs the selection of a layer before it that owns an indexer")
-    self._record(selection)
-    return AttentionOutput(self._attend(latent, selection, ctx), selection, cache)
+    self._record(selection, latent, ctx)
+    return AttentionOutput(self._attend(latent, selection, ctx), selection, cache, kl)
 
   def _attend(self, latent: Latent, selection: Selection, ctx: AttentionContext) -> jax.Array:
     if selection.indices_BTK is not None:
       return attend_selected(latent, selection.indices_BTK, self.cfg)
-    assert selection.masks is not None
-    blocks = [(begin, end) for begin, end, _ in query_blocks(self.cfg, ctx)]
-    masks = dict(zip(blocks, selection.masks, strict=True))
-    return attend_visible(latent, lambda begin, end, _: masks[begin, end], ctx, self.cfg)
+    assert selection.bits_BTW is not None
+    return attend_bits(latent, selection.bits_BTW, ctx, self.cfg)
 
-  def _select(
-    self, inputs: IndexerInputs, key_BSJ: jax.Array, ctx: AttentionContext, cached: bool
-  ) -> Selection:
-    """Selected keys of every query; invisible keys score −∞ and are never selected."""
-    cfg = self.cfg
-    k, implementation = cfg.index_topk, cfg.topk_implementation or None
-
-    def scores(begin: int, end: int, keys: int) -> jax.Array:
-      score = index_scores(inputs.query_BTIJ[:, begin:end], inputs.gate_BTI[:, begin:end], key_BSJ[:, :keys])
-      return jnp.where(visible(ctx, begin, end, keys), score, -jnp.inf)
-
-    T, S = inputs.query_BTIJ.shape[1], key_BSJ.shape[1]
-    if cached and T <= GATHER_QUERIES:
-      return Selection(indices_BTK=topk(scores(0, T, S), k, implementation)[1])
-    masks = []
-    for begin, end, keys in query_blocks(cfg, ctx):
-      # A block that sees at most k keys keeps them all, without scoring any.
-      masks.append(
-        visible(ctx, begin, end, keys)
-        if keys <= k
-        else topk_mask(scores(begin, end, keys), k, implementation)
-      )
-    return Selection(masks=tuple(masks))
-
-  def _record(self, selection: Selection) -> None:
-    """Sows the selected set as a mask over keys, [B, T, S], where the caller asks for intermediates."""
-    if not self.is_mutable_collection("intermediates") or selection.masks is None:
+  def _record(self, selection: Selection, latent: Latent, ctx: AttentionContext) -> None:
+    """Sows, for a caller that wants intermediates, the selected set [B, T, S] and what it recalls [B, T]."""
+    if not self.is_mutable_collection("intermediates") or selection.bits_BTW is None:
       return
-    widest = selection.masks[-1].shape[-1]
-    padded = [jnp.pad(m, ((0, 0), (0, 0), (0, widest - m.shape[-1]))) for m in selection.masks]
-    self.sow("intermediates", "selected_BTS", jnp.concatenate(padded, axis=1))
+    self.sow("intermediates", "selected_BTS", bits.unpack(selection.bits_BTW, latent.keys_BSL.shape[1]))
+    self.sow("intermediates", "recalled_BT", recalled(latent, selection, ctx, self.cfg))
 
 
 def _remember(

@@ -17,6 +17,7 @@ from glm5_jax.model.attention.core import attend, attend_gathered
 from glm5_jax.model.attention.head_groups import sum_over_groups
 from glm5_jax.model.attention.latent import Latent
 from glm5_jax.model.layers import apply_rope, project
+from pallas_kernels.topk import bits
 
 # (begin, end, keys) -> bool [B, end − begin, keys]
 VisibleFn = Callable[[int, int, int], jax.Array]
@@ -61,7 +62,7 @@ def attend_visible(
   scale = cfg.qk_head_dim**-0.5  # of the expanded head, in both forms
   absorbed = choose_form(cfg, T, S) == "absorbed"
   if absorbed:
-    q_BNTK = _absorbed_query(latent, dtype)
+    q_BNTK = absorbed_query(latent, dtype)
     k, v = latent.keys_BSL, latent.keys_BSL[..., :C]
   else:
     q_BNTK = _expanded_query(latent, dtype)
@@ -69,6 +70,15 @@ def attend_visible(
   blocks = tuple(query_blocks(cfg, ctx))
   masks = tuple(visible_fn(*block) for block in blocks)
   return _output(attend(q_BNTK, k, v, masks, blocks, scale), latent, absorbed, dtype)
+
+
+def attend_bits(latent: Latent, bits_BTW: jax.Array, ctx: AttentionContext, cfg: ModelConfig) -> jax.Array:
+  """The same over selected keys, int32 [B, T, words(S)]."""
+
+  def selected(begin: int, end: int, keys: int) -> jax.Array:
+    return bits.unpack(bits_BTW[:, begin:end, : bits.words(keys)], keys)
+
+  return attend_visible(latent, selected, ctx, cfg)
 
 
 def attend_selected(latent: Latent, indices_BTK: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -79,9 +89,18 @@ def attend_selected(latent: Latent, indices_BTK: jax.Array, cfg: ModelConfig) ->
   B, T, K = safe_BTK.shape
   gathered = jnp.take_along_axis(latent.keys_BSL, safe_BTK.reshape(B, T * K, 1), axis=1)
   keys_BTKL = gathered.reshape(B, T, K, -1)
-  q = _absorbed_query(latent, dtype)
+  q = absorbed_query(latent, dtype)
   mixed = attend_gathered(q, keys_BTKL, keys_BTKL[..., :C], valid_BTK, cfg.qk_head_dim**-0.5)
   return _output(mixed, latent, True, dtype)
+
+
+def absorbed_query(latent: Latent, dtype) -> jax.Array:
+  """[B, N, T, C + R]: W_UKᵀ q_nope beside the rotated part, to be dotted with cached keys directly."""
+  q_BTNP, rope_BTNR = _queries(latent, dtype)
+  q_BNTC = jnp.einsum(
+    "btnp,cnp->bntc", q_BTNP, latent.k_b_CNP.astype(dtype), preferred_element_type=jnp.float32
+  )
+  return jnp.concatenate([q_BNTC.astype(dtype), jnp.swapaxes(rope_BTNR, 1, 2)], axis=-1)
 
 
 def _queries(latent: Latent, dtype) -> tuple[jax.Array, jax.Array]:
@@ -94,15 +113,6 @@ def _queries(latent: Latent, dtype) -> tuple[jax.Array, jax.Array]:
 def _expanded_query(latent: Latent, dtype) -> jax.Array:
   """[B, N, T, P + R]."""
   return jnp.swapaxes(jnp.concatenate(_queries(latent, dtype), axis=-1), 1, 2)
-
-
-def _absorbed_query(latent: Latent, dtype) -> jax.Array:
-  """[B, N, T, C + R]: W_UKᵀ q_nope beside the rotated part, to be dotted with cached keys directly."""
-  q_BTNP, rope_BTNR = _queries(latent, dtype)
-  q_BNTC = jnp.einsum(
-    "btnp,cnp->bntc", q_BTNP, latent.k_b_CNP.astype(dtype), preferred_element_type=jnp.float32
-  )
-  return jnp.concatenate([q_BNTC.astype(dtype), jnp.swapaxes(rope_BTNR, 1, 2)], axis=-1)
 
 
 def _expanded_keys_values(latent: Latent, cfg: ModelConfig, dtype) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ K_NORM_EPS = 1e-6  # of the key LayerNorm, whatever the model's rms_norm_eps
 
 
 class IndexerInputs(NamedTuple):
-  """What scoring needs; all float32, the scales of the formula folded into `gate_BTI`."""
+  """What scoring needs, queries and keys in `index_dtype`; the scales of the formula are in `gate_BTI`."""
 
   query_BTIJ: jax.Array
   gate_BTI: jax.Array
@@ -30,7 +30,8 @@ class Indexer(nn.Module):
   """Projects the layer's input to indexer queries, gates and keys.
 
   Args of the call: h_BTD, the layer's normed input; q_rank_BTQ, the query latent *after* its norm;
-  rope tables for the first R dims. Everything is float32: bfloat16 gates flip selections.
+  rope tables for the first R dims. Everything is float32, bfloat16 gates flip selections; only the results
+  are rounded to the config's `index_dtype`, to which the matrix unit is six times as fast.
   """
 
   cfg: ModelConfig
@@ -49,7 +50,8 @@ class Indexer(nn.Module):
     query_BTIJ = project(q_rank_BTQ, wq_QIJ, float32)
     key_BTJ = layer_norm(project(h_BTD, wk_DJ, float32), k_scale_J, k_bias_J, K_NORM_EPS)
     gate_BTI = project(h_BTD, gate_DI, float32) / math.sqrt(I * J)  # √I of w and √J inside the ReLU
-    return IndexerInputs(self._rotate(query_BTIJ, rope), gate_BTI, self._rotate(key_BTJ, rope))
+    query_BTIJ, key_BTJ = (self._rotate(x, rope).astype(cfg.index_dtype) for x in (query_BTIJ, key_BTJ))
+    return IndexerInputs(query_BTIJ, gate_BTI, key_BTJ)
 
   def _rotate(self, x: jax.Array, rope) -> jax.Array:
     R = self.cfg.qk_rope_head_dim

@@ -1,0 +1,54 @@
+"""The indexer's loss in plain jnp: the oracle, and what runs where there is no kernel."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.lightning_indexer.reference import scores, visible
+from pallas_kernels.topk import bits
+
+QUERY_BLOCK = 256  # queries whose distributions exist at a time
+MASKED = -1e30  # finite: −∞ would give NaN in a row that sees nothing
+
+
+def indexer_loss(
+  query_BTIJ, gate_BTI, key_BSJ, q_BNTL, k_BSL, slots_BT, segments_BT, key_segments_BS, bits_BTW, scale
+) -> jax.Array:
+  """See api.indexer_loss."""
+  T = slots_BT.shape[1]
+  block = min(QUERY_BLOCK, T)
+  rows = [query_BTIJ, gate_BTI, jnp.swapaxes(q_BNTL, 1, 2), slots_BT, segments_BT]
+  rows += [] if bits_BTW is None else [bits_BTW]
+
+  @jax.checkpoint  # so that the backward pass too holds one block's scores
+  def of_block(pieces):
+    query, gate, q_BtNL, slots, segments, *chosen = pieces
+    mask_BtS = visible(slots, segments, key_segments_BS)
+    if chosen:
+      mask_BtS &= bits.unpack(chosen[0], key_BSJ.shape[1])
+    target_BtS = _attention(jnp.moveaxis(q_BtNL, 2, 0), k_BSL, mask_BtS, scale)
+    return _divergence(target_BtS, scores(query, gate, key_BSJ), mask_BtS)
+
+  def cut(x):
+    x = jnp.pad(x, [(0, 0), (0, -T % block)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+  kl = jax.lax.map(of_block, tuple(map(cut, rows)))
+  return jnp.moveaxis(kl, 0, 1).reshape(kl.shape[1], -1)[:, :T]
+
+
+def _attention(q_NBtL: jax.Array, k_BSL: jax.Array, mask_BtS: jax.Array, scale: float) -> jax.Array:
+  """[B, t, S]: the mean of the heads' softmax attention, 0 where a row sees nothing; a head at a time."""
+
+  def add_head(total, q_BtL):
+    logits = jnp.einsum("btl,bsl->bts", q_BtL, k_BSL, preferred_element_type=jnp.float32) * scale
+    return total + jax.nn.softmax(jnp.where(mask_BtS, logits, MASKED), axis=-1), None
+
+  total, _ = jax.lax.scan(add_head, jnp.zeros(mask_BtS.shape, jnp.float32), q_NBtL)
+  return jax.lax.stop_gradient(jnp.where(mask_BtS, total / q_NBtL.shape[0], 0.0))
+
+
+def _divergence(target_BtS: jax.Array, scores_BtS: jax.Array, mask_BtS: jax.Array) -> jax.Array:
+  """KL of each row; its derivative by a score is softmax − target."""
+  log_q = jax.nn.log_softmax(jnp.where(mask_BtS, scores_BtS, MASKED), axis=-1)
+  log_p = jnp.log(jnp.where(target_BtS > 0, target_BtS, 1.0))
+  return jnp.sum(jnp.where(target_BtS > 0, target_BtS * (log_p - log_q), 0.0), axis=-1)
