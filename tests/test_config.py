@@ -218,6 +218,7 @@ def test_letters_and_names_are_those_of_the_registries():
   from glm5_jax.model.attention import ATTENTION
   from glm5_jax.model.block import REMAT
   from glm5_jax.optim import schedules
+  from glm5_jax.train.stages import STAGES
   from pallas_kernels.grouped_matmul import api as grouped_matmul
   from pallas_kernels.topk import api as topk
 
@@ -227,6 +228,7 @@ def test_letters_and_names_are_those_of_the_registries():
   stages = schedules.STAGES.items()
   warming = [name for name, stage in stages if stage.warmup and stage.shape != "constant"]
   assert ("cosine", "linear", *warming) == config_checks.WARMING_SCHEDULES
+  assert set(config_checks.STAGE_MODES) == set(STAGES)
   assert set(config_checks.TOPK) == set(topk.IMPLEMENTATIONS)
   assert set(config_checks.GROUPED_MATMUL) == set(grouped_matmul.IMPLEMENTATIONS)
 

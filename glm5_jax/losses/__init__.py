@@ -4,11 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from glm5_jax.errors import UserError
+from glm5_jax.losses import dsa
 from glm5_jax.losses.pretrain import pretrain_loss
 
-# (params, batch, cfg, denominators, λ of MTP, α of balance, chunk) → (loss, metrics), all as in pretrain_loss
+# (params, batch, cfg, denominators, weights, chunk) → (loss, metrics), all as in pretrain_loss
 BatchLoss = Callable[..., tuple[Any, dict[str, Any]]]
-BATCH_LOSSES: dict[str, BatchLoss] = {"pretrain": pretrain_loss}
+BATCH_LOSSES: dict[str, BatchLoss] = {
+  "pretrain": pretrain_loss,
+  "dsa_warmup": dsa.warmup_loss,
+  "dsa_sparse": dsa.sparse_loss,
+}
 
 
 def batch_loss(name: str) -> BatchLoss:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.losses.cross_entropy import chunked_cross_entropy
-from glm5_jax.model import ModelOutput, forward, head_of
+from glm5_jax.model import ModelOutput, forward, head_of, with_successor
 from glm5_jax.parallel import spmd
 from glm5_jax.parallel.mesh import ROW_AXES
 
@@ -24,6 +24,16 @@ class Denominators(NamedTuple):
   tokens: jax.Array  # float32: weight of next-token targets
   mtp_tokens: tuple[jax.Array, ...]  # the same for depth 1, 2, …
   rows: jax.Array  # float32: rows with any token
+  queries: jax.Array  # float32: tokens, which all attend to something
+  mtp_queries: jax.Array  # the same over all depths together
+
+
+class LossWeights(NamedTuple):
+  """What the parts of a loss are multiplied by."""
+
+  mtp: jax.Array | float  # λ, shared by the depths
+  balance: float  # α
+  indexer: float = 1.0  # of the KL of each layer's indexer
 
 
 def depth_targets(batch: Batch, depth: int) -> tuple[jax.Array, jax.Array]:
@@ -54,8 +64,18 @@ def denominators(batch: Batch, mtp_depths: int) -> Denominators:
   def total(depth: int) -> jax.Array:
     return _at_least_one(jnp.sum(depth_targets(flat, depth)[1], dtype=jnp.float32))
 
-  rows = jnp.sum(jnp.any(flat["segment_ids"] != 0, axis=-1), dtype=jnp.float32)
-  return Denominators(total(0), tuple(total(k + 1) for k in range(mtp_depths)), _at_least_one(rows))
+  def count(marked: jax.Array) -> jax.Array:
+    return jnp.sum(marked, dtype=jnp.float32)
+
+  segments = flat["segment_ids"]
+  ahead = [with_successor(segments, k + 1) for k in range(mtp_depths)]
+  return Denominators(
+    tokens=total(0),
+    mtp_tokens=tuple(total(k + 1) for k in range(mtp_depths)),
+    rows=_at_least_one(count(jnp.any(segments != 0, axis=-1))),
+    queries=_at_least_one(count(segments != 0)),
+    mtp_queries=_at_least_one(sum((count(x != 0) for x in ahead), jnp.zeros(()))),
+  )
 
 
 def _at_least_one(count: jax.Array) -> jax.Array:
@@ -67,8 +87,7 @@ def pretrain_loss(
   batch: Batch,
   cfg: ModelConfig,
   denominator: Denominators,
-  mtp_weight: jax.Array | float,
-  balance_weight: float,
+  weights: LossWeights,
   chunk: int,
 ) -> tuple[jax.Array, dict[str, Any]]:
   """Loss of one micro-batch, CE + λ/3 · Σ_k CE_k + α · balance, and its parts.
@@ -79,19 +98,29 @@ def pretrain_loss(
   Metrics: "loss", "lm_loss", "mtp_loss_k", "accuracy", "mtp_accuracy_k", "balance_loss" (unscaled) and
   "router_counts"; all are shares of the whole batch's value and add up over micro-batches.
   """
-  depths = len(denominator.mtp_tokens)
-  out = forward(
-    params,
-    cfg,
-    batch["tokens"],
-    batch["positions"],
-    batch["segment_ids"],
-    mtp_depths=depths,
-  )
+  out = forward_of(params, cfg, batch, denominator)
+  return language_loss(out, head_of(params, cfg), batch, denominator, weights, chunk)
+
+
+def forward_of(params: Any, cfg: ModelConfig, batch: Batch, denominator: Denominators) -> ModelOutput:
+  """The model on a batch, with as many depths of MTP as the denominators count."""
+  rows = batch["tokens"], batch["positions"], batch["segment_ids"]
+  return forward(params, cfg, *rows, mtp_depths=len(denominator.mtp_tokens))
+
+
+def language_loss(
+  out: ModelOutput,
+  head_DV: jax.Array,
+  batch: Batch,
+  denominator: Denominators,
+  weights: LossWeights,
+  chunk: int,
+) -> tuple[jax.Array, dict[str, Any]]:
+  """`pretrain_loss` of what the model has returned."""
   with jax.named_scope("loss"):
-    loss, metrics = _token_losses(out, head_of(params, cfg), batch, denominator, mtp_weight, chunk)
+    loss, metrics = _token_losses(out, head_DV, batch, denominator, weights.mtp, chunk)
     balance = out.aux["balance"] / denominator.rows
-    loss += balance_weight * balance
+    loss += weights.balance * balance
   metrics |= {"loss": loss, "balance_loss": balance, "router_counts": out.aux["router_counts"]}
   return loss, metrics
 

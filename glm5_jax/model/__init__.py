@@ -13,6 +13,7 @@ from glm5_jax.model.glm5 import draft as draft
 from glm5_jax.model.glm5 import forward as forward
 from glm5_jax.model.glm5 import head_of as head_of
 from glm5_jax.model.glm5 import init_cache as init_cache
+from glm5_jax.model.glm5 import with_successor as with_successor
 from glm5_jax.model.params import abstract_params as abstract_params
 from glm5_jax.model.params import count_params as count_params
 from glm5_jax.model.params import init_params as init_params

@@ -85,9 +85,7 @@ class GLM5(nn.Module):
       depths = range(1, max(mtp_depths, 1) + 1)
       ahead_KBT = jnp.stack([spmd.take_mine(_shifted(tokens_BT, k)) for k in depths])
       future = list(embed(embed_VD, ahead_KBT, dtype))  # one lookup: its gradient is as large as the table
-      contexts = [
-        ctx._replace(segments_BT=spmd.take_mine(_with_successor(segment_ids_BT, k))) for k in depths
-      ]
+      contexts = [ctx._replace(segments_BT=spmd.take_mine(with_successor(segment_ids_BT, k))) for k in depths]
       hiddens, _, mtp_aux = mtp(hidden_BTD, future, contexts)
       aux["mtp_hidden_KBTD"] = jnp.stack(hiddens)
       if "counts_E" in mtp_aux:  # a dense layer has none
@@ -203,7 +201,7 @@ def _shifted(tokens_BT: jax.Array, k: int) -> jax.Array:
   return jnp.pad(tokens_BT[:, k:], ((0, 0), (0, min(k, tokens_BT.shape[1]))))
 
 
-def _with_successor(segments_BT: jax.Array, k: int) -> jax.Array:
+def with_successor(segments_BT: jax.Array, k: int) -> jax.Array:
   """Segments, 0 where the token k places ahead is another document's: such slots have no input at depth k."""
   return jnp.where(_shifted(segments_BT, k) == segments_BT, segments_BT, 0)
 

@@ -10,12 +10,11 @@ from glm5_jax.compiler import Dims, Report, compile_program, parse_topology, top
 from glm5_jax.compiler.cost import Kernel
 from glm5_jax.config import RunConfig
 from glm5_jax.data.batch import Batch
-from glm5_jax.model import abstract_params
 from glm5_jax.model.expert_parallel import MORE_ROUNDS
 from glm5_jax.model.plan import layer_plan
-from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.parallel.mesh import check_shapes, describe, make_mesh, row_sharding
 from glm5_jax.train.flops import train_flops_per_token
+from glm5_jax.train.stages import optimizer_of
 from glm5_jax.train.state import abstract_state
 from glm5_jax.train.step import make_train_step, mtp_depths
 
@@ -36,7 +35,7 @@ def compile_step(run: RunConfig, topology: str, slices: int = 1, rows: int = 0) 
   rows = run.train.batch_size
   check_shapes(run.mesh, place.devices, rows // run.train.grad_accum, run.data.seq_len)
   mesh = make_mesh(run.mesh, topology_devices(place))
-  optimizer = make_optimizer(run.optim, run.model, abstract_params(run.model), run.train.steps, mesh=mesh)
+  optimizer = optimizer_of(run, mesh)
   state = abstract_state(run, optimizer, mesh)
   tokens = rows * run.data.seq_len
   expert_rows = tokens * mesh.shape["tensor"] // mesh.size * run.model.num_experts_per_tok  # of a device

@@ -22,7 +22,6 @@ from glm5_jax.data.records import load_data_tokenizer
 from glm5_jax.errors import UserError
 from glm5_jax.evals.lm import evaluate_lm
 from glm5_jax.model import abstract_params, logical_axes
-from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.optim.guard import SkipCounts
 from glm5_jax.optim.schedules import batch_size_at
 from glm5_jax.parallel.distributed import gather_json
@@ -37,6 +36,7 @@ from glm5_jax.train.metrics import MetricLog, Stopwatch, logged_steps, progress_
 from glm5_jax.train.placement import all_rows, devices_of, fresh_state, on_devices, parts_of_rows, run_mesh
 from glm5_jax.train.report import METRICS_FILE, plot_loss
 from glm5_jax.train.resume import compare_configs
+from glm5_jax.train.stages import optimizer_of
 from glm5_jax.train.state import TrainState, abstract_state
 from glm5_jax.train.step import Metrics, make_train_step, mtp_depths
 
@@ -86,9 +86,7 @@ class _Run:
     with refused_together():
       self.mesh = run_mesh(run)
       self._open_data()
-      self.optimizer = make_optimizer(
-        run.optim, run.model, abstract_params(run.model), run.train.steps, mesh=self.mesh
-      )
+      self.optimizer = optimizer_of(run, self.mesh)
     with refused_together():
       if self.writes:
         stack.enter_context(only_one_in(workdir))

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from glm5_jax.config import RunConfig
-from glm5_jax.losses import batch_loss
-from glm5_jax.losses.pretrain import Batch, denominators
+from glm5_jax.losses.pretrain import Batch, LossWeights, denominators
 from glm5_jax.model import logical_axes
 from glm5_jax.model.router import load_violation, update_bias
 from glm5_jax.optim.groups import Optimizer
@@ -18,6 +17,7 @@ from glm5_jax.optim.schedules import mtp_weight, router_bias_rate
 from glm5_jax.parallel import spmd
 from glm5_jax.parallel.mesh import ROWS
 from glm5_jax.parallel.rules import param_specs, unsplit_axes
+from glm5_jax.train.stages import loss_of, stage_of
 from glm5_jax.train.state import TrainState, state_shardings
 
 Metrics = dict[str, jax.Array]
@@ -40,7 +40,8 @@ def make_train_step(run: RunConfig, optimizer: Optimizer, mesh: Mesh | None = No
     grads, metrics = gradients(state.params, batch, mtp_weight(train, state.step))
     counts = metrics.pop("router_counts")
     applied = apply_or_skip(optimizer, grads, state.opt_state, state.params, metrics["loss"])
-    rate = jnp.where(applied.skipped, 0.0, router_bias_rate(train, state.step))
+    rests = applied.skipped | (not stage_of(run).moves_biases)
+    rate = jnp.where(rests, 0.0, router_bias_rate(train, state.step))
     state = state.replace(
       step=state.step + 1,
       params=move_router_biases(applied.params, counts, rate),
@@ -67,14 +68,15 @@ def make_gradients(run: RunConfig, mesh: Mesh | None = None) -> Callable[..., tu
 
   On a mesh all of it is one shard_map: a gradient comes out as its parameter is stored.
   """
-  depths, train, loss_of = mtp_depths(run), run.train, batch_loss(run.train.loss)
+  depths, train, loss = mtp_depths(run), run.train, loss_of(run)
   specs = param_specs(logical_axes(run.model)) if mesh is not None else None
 
   def gradients(params: Any, batch: Batch, weight: jax.Array) -> tuple[Any, dict[str, Any]]:
     denominator = denominators(batch, depths)
 
     def loss_fn(params: Any, micro: Batch):
-      return loss_of(params, micro, run.model, denominator, weight, train.balance_weight, train.loss_chunk)
+      weights = LossWeights(weight, train.balance_weight, train.indexer_weight)
+      return loss(params, micro, run.model, denominator, weights, train.loss_chunk)
 
     grads, metrics = accumulate(loss_fn, params, batch, train.grad_accum)
     if specs is not None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5_jax.losses.pretrain import denominators, depth_targets, pretrain_loss
+from glm5_jax.losses.pretrain import LossWeights, denominators, depth_targets, pretrain_loss
 from tests.losses.batches import packed
 from tests.model import toy
 
@@ -76,6 +76,9 @@ def test_denominators_count_the_whole_batch():
   assert found.tokens == len(by_hand(batch, 0)) == 34
   assert [float(n) for n in found.mtp_tokens] == [len(by_hand(batch, k)) for k in (1, 2, 3)]
   assert found.rows == 3
+  assert found.queries == np.count_nonzero(batch["segment_ids"])
+  longer = [max(n - k, 0) for row in ROWS for n in row for k in (1, 2, 3)]
+  assert found.mtp_queries == sum(longer)  # a slot is one of depth k where its document has k more tokens
   split = {name: x.reshape(4, 1, T) for name, x in batch.items()}
   assert [float(x) for x in jax.tree.leaves(denominators(split, DEPTHS))] == [
     float(x) for x in jax.tree.leaves(found)
@@ -91,7 +94,7 @@ counted = jax.jit(denominators, static_argnums=1)
 @functools.partial(jax.jit, compiler_options=toy.FAST_COMPILE)
 def compiled(params, batch, denominator, mtp_weight, balance_weight):
   def run(params):
-    return pretrain_loss(params, batch, CFG, denominator, mtp_weight, balance_weight, chunk=7)
+    return pretrain_loss(params, batch, CFG, denominator, LossWeights(mtp_weight, balance_weight), chunk=7)
 
   return jax.value_and_grad(run, has_aux=True)(params)
 
@@ -212,7 +215,7 @@ def test_a_tied_head_gathers_the_gradients_of_both_uses():
 
   def gradients(cfg, params):
     def loss(params):
-      return pretrain_loss(params, batch, cfg, denominator, 0.3, 0.0, 16)[0]
+      return pretrain_loss(params, batch, cfg, denominator, LossWeights(0.3, 0.0), 16)[0]
 
     return jax.jit(jax.value_and_grad(loss), compiler_options=toy.FAST_COMPILE)(params)
 

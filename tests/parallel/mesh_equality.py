@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 
 from glm5_jax.config import MeshConfig, OptimConfig, RunConfig, TrainConfig, tiny
 from glm5_jax.model import GLM5, abstract_params, logical_axes
-from glm5_jax.optim.groups import make_optimizer
 from glm5_jax.parallel import spmd
 from glm5_jax.parallel.mesh import AXES, ROWS, make_mesh, row_sharding
 from glm5_jax.parallel.rules import param_specs
+from glm5_jax.train.stages import optimizer_of
 from glm5_jax.train.state import init_state, state_shardings
 from glm5_jax.train.step import make_gradients, make_train_step
 
@@ -30,7 +30,7 @@ STEPS = 3
 
 
 def run_config(rows: int = 16, length: int = 32, **model: Any) -> RunConfig:
-  """Packed rows, sparse attention, two MTP depths, experts of which one is overloaded and one empty."""
+  """Packed rows, sparse attention, indexers in training, two MTP depths, one expert overloaded and one empty."""
   cfg = tiny().replace(**({"num_hidden_layers": 2, "dsa_mode": "sparse", "mtp_depths": 2} | model))
   cfg.max_position_embeddings = max(cfg.max_position_embeddings, length)
   run = RunConfig(
@@ -39,6 +39,8 @@ def run_config(rows: int = 16, length: int = 32, **model: Any) -> RunConfig:
     optim=OptimConfig(peak_lr=1e-3, schedule="constant", warmup_steps=0, ns_dtype="float32", eps=1e-5),
     train=TrainConfig(steps=10, batch_size=rows, balance_weight=1e-2, loss_chunk=48),
   )
+  if cfg.dsa_mode == "sparse":
+    run.train.stage = "dsa_sparse"  # trains everything
   run.data.seq_len = length
   return run
 
@@ -138,7 +140,7 @@ def _begin(model: str, accum: int, tilted: bool, mesh=None):
   run = run_config(**json.loads(model))
   run.train.grad_accum = accum
   run.validate()
-  optimizer = make_optimizer(run.optim, run.model, abstract_params(run.model), run.train.steps, mesh=mesh)
+  optimizer = optimizer_of(run, mesh)
   state = init_state(run, optimizer)
   state = state.replace(params=lopsided(state.params) if tilted else state.params)
   return run, {name: jnp.asarray(x) for name, x in packed_batch(run).items()}, state, optimizer

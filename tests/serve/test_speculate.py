@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from glm5_jax.errors import UserError
-from glm5_jax.losses.pretrain import denominators, pretrain_loss
+from glm5_jax.losses.pretrain import LossWeights, denominators, pretrain_loss
 from glm5_jax.serve import speculate
 from glm5_jax.serve.generate import Generator, row_keys
 from glm5_jax.serve.sampling import Sampling, probabilities
@@ -188,8 +188,7 @@ def test_learning_a_periodic_text_makes_rounds_longer():
         batch=batch,
         cfg=cfg,
         denominator=denominators(batch, 2),
-        mtp_weight=1.0,
-        balance_weight=0.0,
+        weights=LossWeights(mtp=1.0, balance=0.0),
         chunk=512,
       )
       grads = jax.grad(lambda p: loss(p)[0])(params)
