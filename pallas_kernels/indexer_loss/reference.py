@@ -48,7 +48,14 @@ def _attention(q_NBtL: jax.Array, k_BSL: jax.Array, mask_BtS: jax.Array, scale: 
 
 
 def _divergence(target_BtS: jax.Array, scores_BtS: jax.Array, mask_BtS: jax.Array) -> jax.Array:
-  """KL of each row; its derivative by a score is softmax − target."""
+  """KL of each row; its derivative by a score is softmax − target.
+
+  Summed as p · (d + e^−d − 1) with d = log(p / q), which is p log(p / q) − p + q: no term is negative. Of
+  p log(p / q) the sum is what is left of terms that cancel, and where p and q are alike that is rounding.
+  """
+  sees = jnp.any(mask_BtS, axis=-1)
   log_q = jax.nn.log_softmax(jnp.where(mask_BtS, scores_BtS, MASKED), axis=-1)
-  log_p = jnp.log(jnp.where(target_BtS > 0, target_BtS, 1.0))
-  return jnp.sum(jnp.where(target_BtS > 0, target_BtS * (log_p - log_q), 0.0), axis=-1)
+  log_ratio = jnp.where(target_BtS > 0, jnp.log(jnp.where(target_BtS > 0, target_BtS, 1.0)) - log_q, 0.0)
+  terms = target_BtS * (log_ratio + jnp.expm1(-log_ratio))
+  rest = jnp.where(target_BtS > 0, 0.0, jnp.exp(log_q))
+  return jnp.where(sees, jnp.sum(terms + rest, axis=-1), 0.0)

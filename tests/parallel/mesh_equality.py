@@ -30,7 +30,7 @@ STEPS = 3
 
 
 def run_config(rows: int = 16, length: int = 32, **model: Any) -> RunConfig:
-  """Packed rows, sparse attention, indexers in training, two MTP depths, one expert overloaded and one empty."""
+  """Packed rows, sparse attention, indexers in training, two MTP depths, one overloaded expert, one empty."""
   cfg = tiny().replace(**({"num_hidden_layers": 2, "dsa_mode": "sparse", "mtp_depths": 2} | model))
   cfg.max_position_embeddings = max(cfg.max_position_embeddings, length)
   run = RunConfig(
