@@ -70,7 +70,10 @@ class MultiTokenPrediction(nn.Module):
     return list(hidden_KBTD), [None] * len(embeddings), jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)
 
   def _block(self) -> nn.Module:
-    return remat_block(self.cfg)(self.cfg, block_spec(self.cfg, self.cfg.num_hidden_layers), name="block")
+    # The inputs of a few depths are not worth a way to the host, and of the loop over them, with copies to
+    # the host inside, XLA's scheduler for TPU makes an order that it then refuses itself.
+    cfg = self.cfg.replace(remat="full") if self.cfg.remat == "offload" else self.cfg
+    return remat_block(cfg)(self.cfg, block_spec(self.cfg, self.cfg.num_hidden_layers), name="block")
 
   def _depth(self, block, hidden_BTD, embedding_BTD, ctx: AttentionContext, cache: LayerCache | None):
     """(hidden of this depth, cache, aux)."""
