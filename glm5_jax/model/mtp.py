@@ -38,7 +38,9 @@ class MultiTokenPrediction(nn.Module):
     embeddings: for depth 1, 2, …, the embedded tokens that many places ahead, each [B, T, D].
     contexts: one a depth; slots whose token ahead is in another document have segment 0 there.
     """
-    if caches is None and self.cfg.scan_layers and len(embeddings) > 1:
+    # XLA's scheduler for TPU makes an order of copies to the host and this loop that it then refuses itself.
+    loops = self.cfg.scan_layers and self.cfg.remat != "offload"
+    if caches is None and loops and len(embeddings) > 1:
       return self._scanned(hidden_BTD, embeddings, contexts)
     block = self._block()  # one, called again and again
     hiddens, new_caches, total = [], [], None
@@ -70,10 +72,7 @@ class MultiTokenPrediction(nn.Module):
     return list(hidden_KBTD), [None] * len(embeddings), jax.tree.map(lambda x: jnp.sum(x, axis=0), aux)
 
   def _block(self) -> nn.Module:
-    # The inputs of a few depths are not worth a way to the host, and of the loop over them, with copies to
-    # the host inside, XLA's scheduler for TPU makes an order that it then refuses itself.
-    cfg = self.cfg.replace(remat="full") if self.cfg.remat == "offload" else self.cfg
-    return remat_block(cfg)(self.cfg, block_spec(self.cfg, self.cfg.num_hidden_layers), name="block")
+    return remat_block(self.cfg)(self.cfg, block_spec(self.cfg, self.cfg.num_hidden_layers), name="block")
 
   def _depth(self, block, hidden_BTD, embedding_BTD, ctx: AttentionContext, cache: LayerCache | None):
     """(hidden of this depth, cache, aux)."""
