@@ -8,17 +8,17 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.grouped_matmul import blocks, megablox, ragged, reference
+from pallas_kernels.grouped_matmul import blocks, ragged, reference, tpu
 
 IMPLEMENTATIONS: dict[str, Any] = {
   "reference": reference,
   "ragged": ragged,
   "blocks": blocks,
-  "megablox": megablox,
-  "megablox_interpret": megablox.Interpreted,
+  "tpu": tpu,
+  "tpu_interpret": tpu.Interpreted,
 }
-RUN_ANYWHERE = tuple(name for name in IMPLEMENTATIONS if name != "megablox")
-BY_BACKEND = {"cpu": "blocks", "tpu": "megablox"}
+RUN_ANYWHERE = tuple(name for name in IMPLEMENTATIONS if name != "tpu")
+BY_BACKEND = {"cpu": "blocks", "tpu": "tpu"}
 
 
 def _pick(implementation: str | None):
@@ -50,8 +50,8 @@ def grouped_matmul(
     w_EKN: one matrix a group.
     group_sizes_E: int32, with a sum of at most M.
     implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (batched matmul of aligned
-      row blocks) | "megablox" (jax's TPU kernels) | "megablox_interpret"; None picks by back end, since
-      ragged_dot is about ten times slower on CPU, and masked dense on v6e and tpu7x.
+      row blocks) | "tpu" (Pallas kernels) | "tpu_interpret"; None picks by back end, since ragged_dot is
+      about ten times slower on CPU, uses one of v5p's two cores, and has masked dense weight gradients.
     alignment: what the caller promises every group size to be a multiple of; rows past the last group
       must then be finite, as they are multiplied by 0.
     zero_rest: False where nobody reads the rows past the last group, of the result and of x's gradient: they
