@@ -129,7 +129,7 @@ def test_a_rest_that_nobody_reads_costs_no_visit(small_parts):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=4, max_size=4), st.booleans(), st.booleans())
 def test_visits_are_the_pairs_that_share_rows(sizes, empty, rest):
-  """In the order of rows, with an empty group's where asked for; then, once, tiles that nobody has rows in."""
+  """In the order of rows, with an empty group's where asked for; then, once, tiles without any group."""
   tile, tiles = 16, 11
   plan = np.array(plan_visits(np.array(sizes, np.int32), tiles * tile - 5, tile, empty, rest))
   expected, start = [], 0
