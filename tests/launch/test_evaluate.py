@@ -1,12 +1,15 @@
 """launch.evaluate as its users meet it: a table, a JSON file, one line for each mistake."""
 
 import json
+import re
 import shutil
 
 import pytest
 
-from glm5_jax.train.checkpoint import SUBFOLDER
+from glm5_jax.config import DataConfig, RunConfig
+from glm5_jax.train.checkpoint import SUBFOLDER, save_params_checkpoint
 from tests.evals import runs
+from tests.model import toy
 from tests.parallel.processes import Group
 
 QUICK = ("--rows=4", "--batch_size=4", "--prompts=2", "--prompt_tokens=16", "--new_tokens=8")
@@ -32,6 +35,35 @@ def test_all_tasks_of_a_run(command, run, tmp_path):
   assert f"{run}, step {runs.STEP}" in lines[0]
   shown = {line.split()[0]: line.split()[-1] for line in lines[1:]}
   assert shown["bits_per_byte"] == f"{written['tasks']['lm']['bits_per_byte']:.4f}"
+
+
+def test_needles_in_both_modes(command, run, tmp_path):
+  flags = "--tasks=needle", "--needle_lengths=200,256", "--needle_prompts=2", "--needle_keys=2"
+  file = tmp_path / "needles.json"
+  done = command("evaluate", f"--checkpoint={run}", *flags, "--dsa_modes=dense,sparse", f"--json={file}")
+  assert done.returncode == 0, done.stderr
+  found = json.loads(file.read_text())["tasks"]["needle"]
+  for length in (200, 256):
+    for name in ("dense", "sparse", "sparse_minus_dense"):
+      assert {
+        f"{kind}_{length}_{name}{se}" for kind in ("exact", "token") for se in ("", "_se")
+      } <= found.keys()
+      assert re.search(rf"token_{length}_{name} +-?\d\.\d{{4}} ± \d\.\d{{4}}\n", done.stdout)
+
+
+def test_needles_without_a_data_folder(command, run, tmp_path):
+  """A model with its tokeniser beside it: the text is made up."""
+  folder = tmp_path / "alone"
+  save_params_checkpoint(
+    folder, toy.params(runs.config()), RunConfig(model=runs.config(), data=DataConfig(seq_len=200))
+  )
+  shutil.copy(run / "tokenizer.model", folder)
+  flags = "--needle_prompts=2", "--needle_keys=2"
+  done = command("evaluate", f"--checkpoint={folder}", "--tasks=needle", *flags)
+  assert done.returncode == 0, done.stderr
+  assert "on made-up words" in done.stdout and "exact_200 " in done.stdout
+  done = command("evaluate", f"--checkpoint={folder}", "--tasks=needle,lm", *flags)
+  assert done.returncode == 2 and "names no data folder; set --data" in done.stderr
 
 
 @pytest.fixture(scope="module")
