@@ -116,6 +116,19 @@ def test_same_scores_in_two_processes(command, experts, tmp_path):
   assert "bits_per_byte" in first and "bits_per_byte" not in second
 
 
+@pytest.mark.slow
+def test_same_needles_in_two_processes(command, experts, tmp_path):
+  flags = f"--checkpoint={experts}", "--tasks=needle", "--needle_lengths=256", "--needle_prompts=6"
+  alone = scores(command("evaluate", *flags, f"--json={tmp_path}/alone"), tmp_path / "alone")
+  with Group(tmp_path) as group:
+    for i in (0, 1):
+      arguments = ["-m", "launch.evaluate", *flags, f"--json={tmp_path}/scores"]
+      group.start(arguments, i, JAX_NUM_CPU_DEVICES="2")
+    assert group.codes(300) == [0, 0], group.said_wrong()
+  found = json.loads((tmp_path / "scores").read_text())["tasks"]
+  assert found == alone and found["needle"]["token_256"] > 0
+
+
 def assert_refused(done, *said):
   """Exit code 2 and one line on stderr with every one of `said`."""
   assert done.returncode == 2, done.stdout + done.stderr
@@ -132,6 +145,9 @@ def assert_refused(done, *said):
     (["--checkpoint={run}", "--step=8"], "no complete checkpoint of step 8"),
     (["--checkpoint={run}", "--tasks=lm,chess"], "no task 'chess'; there are lm, accept_length"),
     (["--checkpoint={run}", "--rows=-1"], "--rows=-1"),
+    (["--checkpoint={run}", "--needle_lengths=4k"], "--needle_lengths: '4k' should be a number of tokens"),
+    (["--checkpoint={run}", "--tasks=needle", "--needle_lengths=300"], "300 is more than the model's max_po"),
+    (["--checkpoint={run}", "--tasks=needle", "--needle_lengths=90"], "a needle length of 90 is too short"),
     (["--checkpoint={run}", "--json=/nonexistent/x"], "--json: no folder /nonexistent"),
     (["--checkpoint={run}", "--mesh=fsdp"], "--mesh: 'fsdp' should be at least 1, or -1"),
     (
