@@ -49,8 +49,8 @@ def grouped_matmul(
     x_MK: rows in group order.
     w_EKN: one matrix a group.
     group_sizes_E: int32, with a sum of at most M.
-    implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (batched matmul of aligned
-      row blocks) | "tpu" (Pallas kernels) | "tpu_interpret"; None picks by back end, since ragged_dot is
+    implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (a loop over blocks
+      of rows) | "tpu" (Pallas kernels) | "tpu_interpret"; None picks by back end, since ragged_dot is
       about ten times slower on CPU, uses one of v5p's two cores, and has masked dense weight gradients.
     alignment: what the caller promises every group size to be a multiple of; rows past the last group
       must then be finite, as they are multiplied by 0.

@@ -17,9 +17,9 @@ MAX_BLOCK = 256
 
 
 class Blocks(NamedTuple):
-  """As many as any group sizes could need, of which `count` are used."""
+  """As many as any group sizes could need, of which the first `used` are."""
 
-  count: jax.Array
+  used: jax.Array
   group_G: jax.Array
   at_G: jax.Array  # first row of a block
   begin_G: jax.Array  # rows begin … end - 1 of a block are the group's
@@ -67,7 +67,7 @@ def _rows(x_MK, w_EKN, group_sizes_E, equation: str) -> jax.Array:
     after = jnp.where(_mine(blocks, i, block), product.astype(out.dtype), before)
     return jax.lax.dynamic_update_slice_in_dim(out, after, at, 0)
 
-  return jax.lax.fori_loop(0, blocks.count, multiply, jnp.zeros((M, width), x_MK.dtype))
+  return jax.lax.fori_loop(0, blocks.used, multiply, jnp.zeros((M, width), x_MK.dtype))
 
 
 def _matrices(x_MK, grad_MN, group_sizes_E) -> jax.Array:
@@ -84,7 +84,7 @@ def _matrices(x_MK, grad_MN, group_sizes_E) -> jax.Array:
     return sum_EKN.at[blocks.group_G[i]].add(_dot("mk,mn->kn", x, grad))
 
   zero = jnp.zeros((E, x_MK.shape[1], grad_MN.shape[1]), jnp.float32)
-  return jax.lax.fori_loop(0, blocks.count, add, zero)
+  return jax.lax.fori_loop(0, blocks.used, add, zero)
 
 
 def _block(rows: int, groups: int) -> int:
