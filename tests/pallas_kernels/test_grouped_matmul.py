@@ -233,6 +233,8 @@ def test_no_rows_and_one_row(implementation):
   np.testing.assert_allclose(
     grouped_matmul(x, w, np.array([0, 0, 1, 0, 0]), implementation), x @ w[2], atol=1e-5
   )
+  out, grad_x, grad_w = run(x[:0], w, np.zeros(E, np.int32), np.zeros((0, 5), np.float32), implementation, 1)
+  assert out.shape == (0, 5) and grad_x.shape == (0, 6) and not np.asarray(grad_w).any()
 
 
 @pytest.mark.parametrize(
