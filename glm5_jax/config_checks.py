@@ -17,7 +17,7 @@ from glm5_jax.errors import UserError
 ATTENTION_LETTERS = ("D", "F", "S")  # model.attention.ATTENTION
 TOPK = ("reference", "tpu", "tpu_interpret")
 GROUPED_MATMUL = (  # pallas_kernels.grouped_matmul
-  *("reference", "ragged", "blocks", "megablox", "megablox_interpret"),
+  *("reference", "ragged", "blocks", "tpu", "tpu_interpret"),
 )
 ATTENTION_CORES = ("reference", "splash", "splash_interpret")  # model.attention.latent
 SCHEDULES = (  # optim.schedules: SHAPES and STAGES

@@ -1,6 +1,8 @@
-"""Scores any checkpoint on held-out text.
+r"""Scores any checkpoint on held-out text.
 
 python -m launch.evaluate --checkpoint=runs/x [--data=runs/data] [--tasks=lm,accept_length] [--json=x.json]
+python -m launch.evaluate --checkpoint=runs/x --tasks=needle --needle_lengths=4096,32768 \
+  --dsa_modes=dense,sparse
 
 The folder may be a run's, a checkpoint's, or a Hugging Face one; without --data it is the run's own. All
 devices work together, each with its part of the parameters, as --mesh says; in several processes with
@@ -31,6 +33,16 @@ _PROMPTS = flags.DEFINE_integer("prompts", 8, "held-out documents continued", lo
 _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "tokens of each given", lower_bound=1)
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "tokens of each made", lower_bound=1)
 _DRAFT_STEPS = flags.DEFINE_integer("draft_steps", 0, "tokens drafted a round; 0: as trained", lower_bound=0)
+_NEEDLE_LENGTHS = flags.DEFINE_list(
+  "needle_lengths", [], "tokens of a prompt with needles; the run's by default"
+)
+_NEEDLE_PROMPTS = flags.DEFINE_integer("needle_prompts", 32, "of each length", lower_bound=2)
+_NEEDLE_KEYS = flags.DEFINE_integer("needle_keys", 4, "hidden in a prompt", lower_bound=1)
+_NEEDLE_VALUES = flags.DEFINE_integer("needle_values", 1, "numbers hidden under a key", lower_bound=1)
+_NEEDLE_QUERIES = flags.DEFINE_integer("needle_queries", 1, "keys asked for in a prompt", lower_bound=1)
+_DSA_MODES = flags.DEFINE_list(
+  "dsa_modes", [], "attention that needles are looked for with, dense,sparse to compare; the run's by default"
+)
 _SEED = flags.DEFINE_integer("seed", 0, "of the choice of prompts and of sampling")
 _MESH = flags.DEFINE_list(
   "mesh",
@@ -68,15 +80,18 @@ def _evaluate(folder: str, mesh: MeshConfig | None) -> None:
     prompt_tokens=_PROMPT_TOKENS.value,
     new_tokens=_NEW_TOKENS.value,
     draft_steps=_DRAFT_STEPS.value,
+    needle=_needles(),
   )
-  context = evals.open_context(model, _DATA.value, _SEQ_LEN.value, _SEED.value, limits, mesh)
+  needs_data = not _TASKS.value or not evals.WITHOUT_DATA.issuperset(_TASKS.value)
+  context = evals.open_context(model, _DATA.value, _SEQ_LEN.value, _SEED.value, limits, mesh, needs_data)
   tasks, notes = evals.choose_tasks(context, _TASKS.value)
   results = evals.evaluate(context, tasks)
   if jax.process_index() != 0:
     return
   step = "" if model.step is None else f", step {model.step}"
   devices = devices_of(context.mesh)
-  print(f"{model.folder}{step}, on the held-out documents of {context.data.folder}, on {devices}")
+  text = f"the held-out documents of {context.data.folder}" if context.data.folder else "made-up words"
+  print(f"{model.folder}{step}, on {text}, on {devices}")
   print("\n".join([*notes, evals.table(results)]))
   if _JSON.value:
     origin = {
@@ -86,6 +101,23 @@ def _evaluate(folder: str, mesh: MeshConfig | None) -> None:
       "devices": devices,
     }
     Path(_JSON.value).write_text(json.dumps(origin | {"tasks": results}, indent=2) + "\n")
+
+
+def _needles():
+  """evals.NeedleLimits of the flags."""
+  from glm5_jax import evals
+
+  for length in _NEEDLE_LENGTHS.value:
+    if not length.isdecimal():
+      raise UserError(f"--needle_lengths: {length!r} should be a number of tokens")
+  return evals.NeedleLimits(
+    lengths=tuple(map(int, _NEEDLE_LENGTHS.value)),
+    prompts=_NEEDLE_PROMPTS.value,
+    keys=_NEEDLE_KEYS.value,
+    values=_NEEDLE_VALUES.value,
+    queries=_NEEDLE_QUERIES.value,
+    dsa_modes=tuple(_DSA_MODES.value),
+  )
 
 
 def _mesh(settings: Sequence[str]) -> MeshConfig:

@@ -47,7 +47,7 @@ def measure(index: int, generation: str) -> Result:
   seconds = time.monotonic() - started
   schedules = {program.name: program for program in read_folder(Path(os.environ["DUMP"]))}
   module = parse_module(compiled.as_text() or "")
-  parts, one_core = _parts(module, schedules, dict(row.trips), topology.generation)
+  parts, one_core = _parts(module, schedules, row, topology.generation)
   return {
     "cycles": sum(parts.values()),
     "parts": dict(sorted(parts.items(), key=lambda part: -part[1])),
@@ -58,12 +58,13 @@ def measure(index: int, generation: str) -> Result:
   }
 
 
-def _parts(module, schedules: dict[str, Program], trips, generation) -> tuple[dict[str, float], list[str]]:
+def _parts(module, schedules: dict[str, Program], row, generation) -> tuple[dict[str, float], list[str]]:
   """Cycles by instruction, and the kernels that leave one of two cores idle."""
   from glm5_jax.compiler.cost import executions
 
   parts: dict[str, float] = {}
   one_core = []
+  trips = row.trips_on(generation.name)
   for step in executions(module):
     instruction = step.instruction
     cycles: float | None = instruction.estimated_cycles
@@ -71,7 +72,9 @@ def _parts(module, schedules: dict[str, Program], trips, generation) -> tuple[di
       program = schedules[instruction.name]
       body = module.computations[step.computation]
       shapes = [*instruction.shapes, *(s for name in instruction.operands for s in body[name].shapes)]
-      seconds = sum(shape.padded_bytes for shape in shapes) / generation.hbm_bytes_per_second
+      moved = next((size for part, size in row.moved if part in program.name), 0)
+      moved = max(moved, sum(shape.padded_bytes for shape in shapes))
+      seconds = moved / generation.hbm_bytes_per_second
       cycles = max(kernel_cycles(program, trips), seconds * generation.ghz * 1e9)
       one_core += [program.name] if program.one_core else []
     if cycles:

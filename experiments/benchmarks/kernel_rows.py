@@ -2,39 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from experiments.benchmarks.kernel_row import Row
+from experiments.benchmarks.kernel_rows_experts import EXPERTS
 from pallas_kernels.lightning_indexer import select, select_paged
 from pallas_kernels.topk import topk, topk_bits, topk_mask
-
-Array = tuple[tuple[int, ...], str]  # shape and dtype
-
-
-@dataclass(frozen=True)
-class Row:
-  """One program.
-
-  Attributes:
-    task: rows of a task stand together and are compared with its first.
-    arguments: of `function`, by shape and dtype.
-    trips: of kernels' loops whose trip count depends on data, in the order of the program, by a part of the
-      kernel's name. Loops of a few bundles, transfers in pieces, count once and are not among them.
-    flops: of the matrix products that the task cannot do without, for the time that they take at peak.
-    note: what the trips stand for.
-  """
-
-  task: str
-  name: str
-  function: Callable[..., Any]
-  arguments: tuple[Array, ...]
-  trips: tuple[tuple[str, tuple[float, ...]], ...] = ()
-  flops: float | None = None
-  note: str = ""
-
 
 TOPK = "top 2,048 of [64, 131072] float32"
 SCORES = (((64, 131_072), "float32"),)
@@ -136,6 +112,7 @@ ROWS = (
   Row(SQUARE, "reference, in blocks", _square("reference"), SQUARE_ARGUMENTS, flops=SQUARE_FLOPS),
   _decode(256),
   _decode(64, "all sequences are full"),
+  *EXPERTS,
 )
 
 

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.errors import UserError
-from glm5_jax.evals import accept_length, lm
-from glm5_jax.evals.context import EvalContext, Limits, evaluation_mesh, open_context
+from glm5_jax.evals import accept_length, lm, needle
+from glm5_jax.evals.context import EvalContext, Limits, NeedleLimits, evaluation_mesh, open_context
 
 __all__ = [
   "TASKS",
   "EvalContext",
   "Limits",
+  "NeedleLimits",
   "check_tasks",
   "choose_tasks",
   "default_tasks",
@@ -26,12 +27,16 @@ Scores = dict[str, float]
 TASKS: dict[str, Callable[[EvalContext], Scores]] = {
   "lm": lm.run,
   "accept_length": accept_length.run,
+  "needle": needle.run,
 }
+ASKED_FOR = {"needle"}  # run only where named: what it should hide, and how long the texts are, is a choice
+WITHOUT_DATA = {"needle"}  # can do without a data folder
 
 
 def default_tasks(cfg: ModelConfig) -> list[str]:
-  """Every task that the model has the parts for."""
-  return [name for name in TASKS if name != "accept_length" or cfg.num_nextn_predict_layers]
+  """Every task that the model has the parts for, but for those that are run only where named."""
+  names = [name for name in TASKS if name not in ASKED_FOR]
+  return [name for name in names if name != "accept_length" or cfg.num_nextn_predict_layers]
 
 
 def check_tasks(names: Iterable[str]) -> None:
@@ -71,11 +76,15 @@ def evaluate(context: EvalContext, names: Iterable[str]) -> dict[str, Scores]:
 
 
 def table(results: dict[str, Scores]) -> str:
-  """One line a score, for people."""
+  """One line a score, for people; a score "x" with its standard error "x_se" is one."""
   lines = []
   for task, scores in results.items():
     lines.append(task)
+    width = max(24, *map(len, scores))
     for name, value in scores.items():
+      if name.removesuffix("_se") in scores and name.endswith("_se"):
+        continue
       shown = f"{value:,.0f}" if value == int(value) and abs(value) >= 2 else f"{value:.4f}"
-      lines.append(f"  {name:<24} {shown:>14}")
+      error = f" ± {scores[name + '_se']:.4f}" if name + "_se" in scores else ""
+      lines.append(f"  {name:<{width}} {shown:>14}{error}")
   return "\n".join(lines)

@@ -20,6 +20,25 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
+class NeedleLimits:
+  """What the needle task hides and asks for.
+
+  Attributes:
+    lengths: tokens of a prompt with its answer; none: the context's seq_len.
+    keys: hidden in a prompt, each under `values` numbers.
+    queries: keys asked for, one after another.
+    dsa_modes: "dense", "sparse" attention to compare; none: the model's own.
+  """
+
+  lengths: tuple[int, ...] = ()
+  prompts: int = 32
+  keys: int = 4
+  values: int = 1
+  queries: int = 1
+  dsa_modes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Limits:
   """How much of the held-out documents a task looks at."""
 
@@ -29,6 +48,7 @@ class Limits:
   prompt_tokens: int = 64
   new_tokens: int = 64
   draft_steps: int = 0  # tokens drafted a round; 0 takes the depths the model was trained with
+  needle: NeedleLimits = NeedleLimits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +102,14 @@ def open_context(
   seed: int = 0,
   limits: Limits = Limits(),
   mesh: MeshConfig | None = None,
+  needs_data: bool = True,
 ) -> EvalContext:
   """Reads the model's weights, each to where it lies, to judge it on a data folder.
 
   Args:
     data_folder: None takes the one it was trained on.
     mesh: over all devices of all processes; see `evaluation_mesh`.
+    needs_data: False where no data folder will do as well, if the model keeps its tokeniser beside it.
 
   Raises:
     UserError: no data folder is known, its tokeniser is not the model's, a checkpoint that is damaged, or
@@ -95,9 +117,9 @@ def open_context(
   """
   data = model.run.data
   folder = data_folder or data.folder
-  if not folder:
+  if not folder and needs_data:
     raise UserError(f"{model.folder} names no data folder; set --data to one made by launch.prepare")
-  tokenizer = load_data_tokenizer(folder)
+  tokenizer = load_data_tokenizer(folder) if folder else model.own_tokenizer()
   model.check_tokenizer(tokenizer)
   seq_len = seq_len or min(data.seq_len, model.cfg.max_position_embeddings)
   data = dataclasses.replace(data, folder=folder, seq_len=seq_len)

@@ -8,19 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.batch import Batch, target_bytes
 from glm5_jax.data.pipeline import heldout_batches
 from glm5_jax.errors import UserError
 from glm5_jax.evals.context import EvalContext
+from glm5_jax.evals.rows import on_mesh, row_shards, sum_over_slots
 from glm5_jax.losses.cross_entropy import token_log_probs
 from glm5_jax.losses.pretrain import depth_targets
-from glm5_jax.model import forward, head_of, logical_axes
+from glm5_jax.model import forward, head_of
 from glm5_jax.parallel import spmd
-from glm5_jax.parallel.mesh import ROW_AXES, ROWS, replicated, row_sharding
-from glm5_jax.parallel.rules import param_specs
 
 _MAX_EXPONENT = 700.0  # math.exp overflows soon after
 
@@ -31,7 +30,7 @@ def run(context: EvalContext) -> dict[str, float]:
   if not 2 <= length <= most:
     raise UserError(f"seq_len {length} must lie between 2 and the model's max_position_embeddings {most}")
   rows = context.limits.batch_size
-  rows += -rows % _row_shards(context.mesh)  # rather rows of text than of padding
+  rows += -rows % row_shards(context.mesh)  # rather rows of text than of padding
   batches = heldout_batches(context.data, rows, context.limits.rows)
   return evaluate_lm(context.params, context.cfg, batches, context.tokenizer.token_lengths, mesh=context.mesh)
 
@@ -72,7 +71,7 @@ def evaluate_lm(
   sums = np.zeros((3, mtp_depths + 1))  # loss, correct, weight of each depth
   size = 0
   for batch in batches:
-    arrays = vars(batch) if mesh is None else _on_mesh(batch, mesh)
+    arrays = vars(batch) if mesh is None else on_mesh(vars(batch), mesh)
     rows = _row_sums(params, cfg, arrays, chunk, mtp_depths, mesh)
     sums += np.asarray(rows, np.float64).sum(axis=-1)
     size += target_bytes(batch, token_lengths)
@@ -91,41 +90,16 @@ def evaluate_lm(
   return {name: float(value) for name, value in (scores | {"tokens": weight[0], "bytes": size}).items()}
 
 
-def _row_shards(mesh: Mesh | None) -> int:
-  """How many parts the rows of a batch are dealt out in."""
-  return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in ROW_AXES)
-
-
-def _on_mesh(batch: Batch, mesh: Mesh) -> dict[str, jax.Array]:
-  """Each device's rows, after padding rows that make them equally many."""
-  fill = -len(batch.tokens) % _row_shards(mesh)
-
-  def place(rows: np.ndarray) -> jax.Array:
-    padded = np.pad(rows, ((0, fill), (0, 0)))
-    return jax.make_array_from_callback(padded.shape, row_sharding(mesh), lambda index: padded[index])
-
-  return {name: place(rows) for name, rows in vars(batch).items()}
-
-
 @functools.partial(jax.jit, static_argnames=("cfg", "chunk", "depths", "mesh"))
 def _row_sums(
   params: Any, cfg: ModelConfig, batch: dict[str, jax.Array], chunk: int, depths: int, mesh: Mesh | None
 ) -> jax.Array:
   """float32 [3, depths + 1, B]: loss, correct and weight of each row at each depth, 0 the next token."""
 
-  def of_rows(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    return spmd.psum(_token_sums(params, cfg, batch, chunk, depths), ("context",))
+  def sums(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    return _token_sums(params, cfg, batch, chunk, depths)
 
-  if mesh is None:
-    return of_rows(params, batch)
-  sums = jax.shard_map(
-    of_rows,
-    mesh=mesh,
-    in_specs=(param_specs(logical_axes(cfg)), ROWS),
-    out_specs=PartitionSpec(None, None, ROW_AXES),
-    check_vma=False,
-  )(params, batch)
-  return jax.lax.with_sharding_constraint(sums, replicated(mesh))  # every process reads all of it
+  return sum_over_slots(sums, params, cfg, batch, mesh)
 
 
 def _token_sums(

@@ -45,7 +45,7 @@ def compile_step(run: RunConfig, topology: str, slices: int = 1, rows: int = 0) 
     place,
     mesh,
     model_flops=tokens * train_flops_per_token(run.model, run.data.seq_len, mtp_depths(run)),
-    priced_kernels=SPLASH | {"gmm": _grouped_flops(expert_rows)},
+    priced_kernels=SPLASH | {"grouped_matmul": _grouped_flops(expert_rows)},
     trips={MORE_ROUNDS: 0},
     title=f"{run.name or 'run'}: {rows} rows of {run.data.seq_len:,} tokens on {describe(mesh)}",
     dims=_dims(run),
@@ -73,7 +73,7 @@ SPLASH = {
 
 
 def _grouped_flops(rows: int) -> Callable[[Kernel], float]:
-  """Of a megablox kernel, which skips what stays empty of a round: the rows of a balanced router."""
+  """Of a grouped matmul, which skips what stays empty of a round: the rows of a balanced router."""
 
   def flops(kernel: Kernel) -> float:
     _, K, N = next(shape.dims for shape in kernel.operands + kernel.results if len(shape.dims) == 3)
@@ -87,7 +87,7 @@ def _with_tpu_kernels(run: RunConfig) -> RunConfig:
   run, model = copy.deepcopy(run), run.model
   run.model = model.replace(
     attention_implementation=model.attention_implementation or "splash",
-    moe_implementation=model.moe_implementation or "megablox",
+    moe_implementation=model.moe_implementation or "tpu",
   )
   return run
 

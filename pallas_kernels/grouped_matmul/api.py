@@ -7,18 +7,19 @@ of them; an empty group's weight gradient is exactly 0.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import blocks, megablox, ragged, reference
+from pallas_kernels.grouped_matmul import blocks, ragged, reference, tpu
 
 IMPLEMENTATIONS: dict[str, Any] = {
   "reference": reference,
   "ragged": ragged,
   "blocks": blocks,
-  "megablox": megablox,
-  "megablox_interpret": megablox.Interpreted,
+  "tpu": tpu,
+  "tpu_interpret": tpu.Interpreted,
 }
-RUN_ANYWHERE = tuple(name for name in IMPLEMENTATIONS if name != "megablox")
-BY_BACKEND = {"cpu": "blocks", "tpu": "megablox"}
+RUN_ANYWHERE = tuple(name for name in IMPLEMENTATIONS if name != "tpu")
+BY_BACKEND = {"cpu": "blocks", "tpu": "tpu"}
 
 
 def _pick(implementation: str | None):
@@ -49,11 +50,11 @@ def grouped_matmul(
     x_MK: rows in group order.
     w_EKN: one matrix a group.
     group_sizes_E: int32, with a sum of at most M.
-    implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (batched matmul of aligned
-      row blocks) | "megablox" (jax's TPU kernels) | "megablox_interpret"; None picks by back end, since
-      ragged_dot is about ten times slower on CPU, and masked dense on v6e and tpu7x.
-    alignment: what the caller promises every group size to be a multiple of; rows past the last group
-      must then be finite, as they are multiplied by 0.
+    implementation: "reference" | "ragged" (jax.lax.ragged_dot) | "blocks" (a loop over blocks of
+      rows) | "tpu" (Pallas kernels) | "tpu_interpret"; None picks by back end, since ragged_dot is about ten
+      times slower on CPU, uses one of v5p's two cores, and has masked dense weight gradients.
+    alignment: what the caller promises every group size to be a multiple of, where an implementation asks
+      for that by `row_alignment`. Rows past the last group must be finite where that is "reference".
     zero_rest: False where nobody reads the rows past the last group, of the result and of x's gradient: they
       may then hold anything, and need not be written.
   """
@@ -61,4 +62,6 @@ def grouped_matmul(
     raise ValueError(f"grouped_matmul needs x [M, K] and w [E, K, N], got {x_MK.shape} and {w_EKN.shape}")
   if group_sizes_E.shape != w_EKN.shape[:1]:
     raise ValueError(f"{w_EKN.shape[0]} matrices need as many group sizes, got {group_sizes_E.shape}")
+  if not x_MK.shape[0]:
+    return jnp.zeros((0, w_EKN.shape[2]), x_MK.dtype)
   return _pick(implementation).grouped_matmul(x_MK, w_EKN, group_sizes_E, alignment, zero_rest)

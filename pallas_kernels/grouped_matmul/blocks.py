@@ -1,86 +1,114 @@
-"""Grouped matmul as one batched matmul of aligned row blocks, each with its group's matrix. For CPU.
+"""Grouped matmul as a loop over blocks of rows, each times its group's matrix. For CPU.
 
-A block belongs to one group, because groups are padded to whole blocks. The weight gradient is summed
-over a group's blocks by a small one-hot matmul rather than by a scatter.
+Blocks begin where groups do, so groups need no padding; what the last one of a group has of the next group's
+rows is left as it was. The loop takes as many turns as the group sizes need, and copies no matrix but the one
+at hand.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul.reference import group_of_row
+from pallas_kernels.grouped_matmul.reference import row_alignment as row_alignment
 
-MAX_BLOCK = 128
+MAX_BLOCK = 256
 
 
-def row_alignment(rows: int, groups: int) -> int:
-  """About the mean group, rounded up to a power of two, between 1 and 128 rows."""
-  mean = max(1, rows // groups)
-  return min(MAX_BLOCK, 1 << (mean - 1).bit_length())
+class Blocks(NamedTuple):
+  """As many as any group sizes could need, of which the first `used` are."""
+
+  used: jax.Array
+  group_G: jax.Array
+  at_G: jax.Array  # first row of a block
+  begin_G: jax.Array  # rows begin … end - 1 of a block are the group's
+  end_G: jax.Array
 
 
 def grouped_matmul(
-  x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, alignment: int, zero_rest: bool = True
+  x_MK: jax.Array, w_EKN: jax.Array, group_sizes_E: jax.Array, alignment: int = 1, zero_rest: bool = True
 ) -> jax.Array:
-  """See api.grouped_matmul. Groups that are not aligned are spread over padded blocks and gathered back."""
-  del zero_rest
-  M, E = x_MK.shape[0], w_EKN.shape[0]
-  wanted = row_alignment(M, E)
-  if alignment >= min(wanted, 8) and M % alignment == 0:
-    return _blocks(x_MK, w_EKN, group_sizes_E, alignment)
-  groups_M = group_of_row(group_sizes_E, M)
-  aligned_E = -(-group_sizes_E // wanted) * wanted
-  shift_E = (jnp.cumsum(aligned_E) - aligned_E) - (jnp.cumsum(group_sizes_E) - group_sizes_E)
-  rows = -(-M // wanted) * wanted + E * wanted
-  # Rows past the last group go out of range: dropped on the way in, filled with 0 on the way back.
-  place_M = jnp.where(groups_M < E, jnp.arange(M) + shift_E[jnp.minimum(groups_M, E - 1)], rows)
-  padded = jnp.zeros((rows, x_MK.shape[1]), x_MK.dtype).at[place_M].set(x_MK, mode="drop")
-  out = _blocks(padded, w_EKN, aligned_E, wanted)
-  return jnp.take(out, place_M, axis=0, mode="fill", fill_value=0)
+  """See api.grouped_matmul. Alignment does not matter here."""
+  del alignment, zero_rest
+  return _multiply(x_MK, w_EKN, group_sizes_E)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocks(x_MK, w_EKN, group_sizes_E, block):
-  return _forward(x_MK, w_EKN, group_sizes_E, block)[0]
+@jax.custom_vjp
+def _multiply(x_MK, w_EKN, group_sizes_E):
+  return _rows(x_MK, w_EKN, group_sizes_E, "mk,kn->mn")
 
 
-def _forward(x_MK, w_EKN, group_sizes_E, block):
-  owner_G, x_GBK = _owners(group_sizes_E, x_MK, block)
-  out_GBN = _dot("gbk,gkn->gbn", x_GBK, _matrices(w_EKN, owner_G))
-  return out_GBN.astype(x_MK.dtype).reshape(x_MK.shape[0], -1), (x_MK, w_EKN, group_sizes_E)
+def _forward(x_MK, w_EKN, group_sizes_E):
+  return _multiply(x_MK, w_EKN, group_sizes_E), (x_MK, w_EKN, group_sizes_E)
 
 
-def _backward(block, saved, grad_MN):
+def _backward(saved, grad_MN):
   x_MK, w_EKN, group_sizes_E = saved
-  owner_G, x_GBK = _owners(group_sizes_E, x_MK, block)
-  grad_GBN = grad_MN.reshape(*x_GBK.shape[:2], -1)
-  grad_x = _dot("gbn,gnk->gbk", grad_GBN, _matrices(_turn(w_EKN), owner_G)).astype(x_MK.dtype)
-  outer_GKN = _dot("gkb,gbn->gkn", _turn(x_GBK), grad_GBN)
-  mine_EG = (owner_G[None] == jnp.arange(w_EKN.shape[0])[:, None]).astype(jnp.float32)
-  grad_w = jnp.einsum("eg,gkn->ekn", mine_EG, outer_GKN)
-  return grad_x.reshape(x_MK.shape), grad_w.astype(w_EKN.dtype), None
+  grad_x_MK = _rows(grad_MN, w_EKN, group_sizes_E, "mn,kn->mk")
+  return grad_x_MK, _matrices(x_MK, grad_MN, group_sizes_E).astype(w_EKN.dtype), None
 
 
-_blocks.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
 
 
-def _owners(group_sizes_E, x_MK, block):
-  """Each block's group (E when past the last) and the rows as blocks."""
-  blocks = x_MK.shape[0] // block
-  return group_of_row(group_sizes_E // block, blocks), x_MK.reshape(blocks, block, -1)
+def _rows(x_MK, w_EKN, group_sizes_E, equation: str) -> jax.Array:
+  """Each row times its group's matrix; 0 past the last group."""
+  M, E = x_MK.shape[0], w_EKN.shape[0]
+  block = _block(M, E)
+  blocks = _plan(group_sizes_E, M, block)
+  width = jax.eval_shape(functools.partial(jnp.einsum, equation), x_MK, w_EKN[0]).shape[1]
+
+  def multiply(i, out):
+    at = blocks.at_G[i]
+    matrix = jax.lax.dynamic_index_in_dim(w_EKN, blocks.group_G[i], keepdims=False)
+    product = _dot(equation, jax.lax.dynamic_slice_in_dim(x_MK, at, block), matrix)
+    before = jax.lax.dynamic_slice_in_dim(out, at, block)
+    after = jnp.where(_mine(blocks, i, block), product.astype(out.dtype), before)
+    return jax.lax.dynamic_update_slice_in_dim(out, after, at, 0)
+
+  return jax.lax.fori_loop(0, blocks.used, multiply, jnp.zeros((M, width), x_MK.dtype))
 
 
-def _matrices(w_EKN, owner_G):
-  """Each block's matrix; 0 for blocks past the last group, so that their rows give 0 and get no gradient."""
-  with_zero = jnp.concatenate([w_EKN, jnp.zeros_like(w_EKN[:1])])
-  return with_zero.at[owner_G].get(mode="promise_in_bounds")
+def _matrices(x_MK, grad_MN, group_sizes_E) -> jax.Array:
+  """float32 [E, K, N]: the sum over a group's rows of x[m] by grad[m]."""
+  M, E = x_MK.shape[0], group_sizes_E.shape[0]
+  block = _block(M, E)
+  blocks = _plan(group_sizes_E, M, block)
+
+  def add(i, sum_EKN):
+    mine = _mine(blocks, i, block)
+    x, grad = (
+      jnp.where(mine, jax.lax.dynamic_slice_in_dim(a, blocks.at_G[i], block), 0) for a in (x_MK, grad_MN)
+    )
+    return sum_EKN.at[blocks.group_G[i]].add(_dot("mk,mn->kn", x, grad))
+
+  zero = jnp.zeros((E, x_MK.shape[1], grad_MN.shape[1]), jnp.float32)
+  return jax.lax.fori_loop(0, blocks.used, add, zero)
 
 
-def _turn(x: jax.Array) -> jax.Array:
-  """x with its last two axes exchanged in memory: XLA:CPU multiplies faster by rows that lie together."""
-  return jax.lax.optimization_barrier(jnp.swapaxes(x, -1, -2))
+def _block(rows: int, groups: int) -> int:
+  """Rows of a block: about the mean group, so that less than half of them is for nothing."""
+  mean = max(1, rows // groups)
+  return min(MAX_BLOCK, rows, 1 << (mean - 1).bit_length())
 
 
-def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+def _plan(group_sizes_E: jax.Array, rows: int, block: int) -> Blocks:
+  E = group_sizes_E.shape[0]
+  count_E = -(-group_sizes_E // block)
+  last_E, end_E = jnp.cumsum(count_E), jnp.cumsum(group_sizes_E)
+  number_G = jnp.arange(rows // block + E)
+  group_G = jnp.minimum(jnp.sum(number_G[:, None] >= last_E, axis=1), E - 1)
+  first_G = (end_E - group_sizes_E)[group_G] + (number_G - (last_E - count_E)[group_G]) * block
+  at_G = jnp.clip(first_G, 0, rows - block)  # the last one may reach back into rows that are done
+  return Blocks(last_E[-1], group_G, at_G, first_G - at_G, end_E[group_G] - at_G)
+
+
+def _mine(blocks: Blocks, i: jax.Array, block: int) -> jax.Array:
+  """bool [block, 1]: which rows of a block are its group's."""
+  row = jnp.arange(block)[:, None]
+  return (row >= blocks.begin_G[i]) & (row < blocks.end_G[i])
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Grouped matmul by `jax.lax.ragged_dot`: a real kernel on TPU v5p, masked dense on v6e and tpu7x."""
+"""Grouped matmul by `jax.lax.ragged_dot`: on TPU a kernel, but masked dense in the weight gradient."""
 
 import jax
 import jax.numpy as jnp

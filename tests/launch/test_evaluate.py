@@ -1,12 +1,15 @@
 """launch.evaluate as its users meet it: a table, a JSON file, one line for each mistake."""
 
 import json
+import re
 import shutil
 
 import pytest
 
-from glm5_jax.train.checkpoint import SUBFOLDER
+from glm5_jax.config import DataConfig, RunConfig
+from glm5_jax.train.checkpoint import SUBFOLDER, save_params_checkpoint
 from tests.evals import runs
+from tests.model import toy
 from tests.parallel.processes import Group
 
 QUICK = ("--rows=4", "--batch_size=4", "--prompts=2", "--prompt_tokens=16", "--new_tokens=8")
@@ -32,6 +35,35 @@ def test_all_tasks_of_a_run(command, run, tmp_path):
   assert f"{run}, step {runs.STEP}" in lines[0]
   shown = {line.split()[0]: line.split()[-1] for line in lines[1:]}
   assert shown["bits_per_byte"] == f"{written['tasks']['lm']['bits_per_byte']:.4f}"
+
+
+def test_needles_in_both_modes(command, run, tmp_path):
+  flags = "--tasks=needle", "--needle_lengths=200,256", "--needle_prompts=2", "--needle_keys=2"
+  file = tmp_path / "needles.json"
+  done = command("evaluate", f"--checkpoint={run}", *flags, "--dsa_modes=dense,sparse", f"--json={file}")
+  assert done.returncode == 0, done.stderr
+  found = json.loads(file.read_text())["tasks"]["needle"]
+  for length in (200, 256):
+    for name in ("dense", "sparse", "sparse_minus_dense"):
+      assert {
+        f"{kind}_{length}_{name}{se}" for kind in ("exact", "token") for se in ("", "_se")
+      } <= found.keys()
+      assert re.search(rf"token_{length}_{name} +-?\d\.\d{{4}} ± \d\.\d{{4}}\n", done.stdout)
+
+
+def test_needles_without_a_data_folder(command, run, tmp_path):
+  """A model with its tokeniser beside it: the text is made up."""
+  folder = tmp_path / "alone"
+  save_params_checkpoint(
+    folder, toy.params(runs.config()), RunConfig(model=runs.config(), data=DataConfig(seq_len=200))
+  )
+  shutil.copy(run / "tokenizer.model", folder)
+  flags = "--needle_prompts=2", "--needle_keys=2"
+  done = command("evaluate", f"--checkpoint={folder}", "--tasks=needle", *flags)
+  assert done.returncode == 0, done.stderr
+  assert "on made-up words" in done.stdout and "exact_200 " in done.stdout
+  done = command("evaluate", f"--checkpoint={folder}", "--tasks=needle,lm", *flags)
+  assert done.returncode == 2 and "names no data folder; set --data" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +116,19 @@ def test_same_scores_in_two_processes(command, experts, tmp_path):
   assert "bits_per_byte" in first and "bits_per_byte" not in second
 
 
+@pytest.mark.slow
+def test_same_needles_in_two_processes(command, experts, tmp_path):
+  flags = f"--checkpoint={experts}", "--tasks=needle", "--needle_lengths=256", "--needle_prompts=6"
+  alone = scores(command("evaluate", *flags, f"--json={tmp_path}/alone"), tmp_path / "alone")
+  with Group(tmp_path) as group:
+    for i in (0, 1):
+      arguments = ["-m", "launch.evaluate", *flags, f"--json={tmp_path}/scores"]
+      group.start(arguments, i, JAX_NUM_CPU_DEVICES="2")
+    assert group.codes(300) == [0, 0], group.said_wrong()
+  found = json.loads((tmp_path / "scores").read_text())["tasks"]
+  assert found == alone and found["needle"]["token_256"] > 0
+
+
 def assert_refused(done, *said):
   """Exit code 2 and one line on stderr with every one of `said`."""
   assert done.returncode == 2, done.stdout + done.stderr
@@ -100,6 +145,9 @@ def assert_refused(done, *said):
     (["--checkpoint={run}", "--step=8"], "no complete checkpoint of step 8"),
     (["--checkpoint={run}", "--tasks=lm,chess"], "no task 'chess'; there are lm, accept_length"),
     (["--checkpoint={run}", "--rows=-1"], "--rows=-1"),
+    (["--checkpoint={run}", "--needle_lengths=4k"], "--needle_lengths: '4k' should be a number of tokens"),
+    (["--checkpoint={run}", "--tasks=needle", "--needle_lengths=300"], "300 is more than the model's max_po"),
+    (["--checkpoint={run}", "--tasks=needle", "--needle_lengths=90"], "a needle length of 90 is too short"),
     (["--checkpoint={run}", "--json=/nonexistent/x"], "--json: no folder /nonexistent"),
     (["--checkpoint={run}", "--mesh=fsdp"], "--mesh: 'fsdp' should be at least 1, or -1"),
     (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment
+from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment, tpu
 from pallas_kernels.grouped_matmul.api import RUN_ANYWHERE
 
 E = 5
@@ -78,6 +78,94 @@ def test_values_and_gradients(implementation, case):
     assert np.asarray(grad_w[e]).any() == (size > 0)  # exactly zero for an empty group
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+  """Several tiles, blocks and parts of the widths at a few rows and columns."""
+  sizes = {"TILE_ROWS": 64, "BLOCK_ROWS": 32, "MATRIX_BYTES": 2**17, "SUM_ROWS": 128, "SUM_COLUMNS": 256}
+  for name, value in (sizes | {"SUM_STRIP": 64}).items():
+    monkeypatch.setattr(tpu, name, value)
+
+
+PARTED = {
+  "whole tiles": (256, (64, 0, 128, 64, 0)),
+  "groups meet inside blocks": (256, (3, 130, 1, 0, 122)),
+  "several groups in a block": (224, (2, 3, 5, 7, 200)),
+  "tiles past the last": (256, (0, 40, 0, 31, 0)),
+  "the last tile in part": (240, (100, 0, 1, 139, 0)),
+  "nothing": (256, (0, 0, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", PARTED.values(), ids=PARTED.keys())
+def test_parts_of_a_kernel_make_the_whole(small_parts, case):
+  """Values and gradients over tiles that groups share, whose rest holds what is no number."""
+  rows, sizes = case
+  used = sum(sizes)
+  x, w, grad = operands(rows, 200, 300)
+  x[used:], grad[used:] = np.nan, np.inf
+  out, grad_x, grad_w = with_gradients(x, w, np.array(sizes, np.int32), grad, "tpu_interpret", 1)
+  right_x, right_w = gradients_by_hand(x, w, sizes, grad)
+  np.testing.assert_allclose(out, by_hand(x, w, sizes), atol=5e-4)
+  np.testing.assert_allclose(grad_x, right_x, atol=5e-4)
+  np.testing.assert_allclose(grad_w, right_w, atol=5e-4)
+
+
+def test_a_rest_that_nobody_reads_costs_no_visit(small_parts):
+  """Without `zero_rest` the rows of groups, and the matrices' gradients, are the same."""
+  sizes = np.array([0, 70, 0, 31, 0], np.int32)
+  x, w, grad = operands(256, 200, 300)
+
+  def both(zero_rest):
+    out, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, "tpu_interpret", zero_rest=zero_rest), x, w)
+    grad_x, grad_w = pull(grad)
+    return out[:101], grad_x[:101], grad_w
+
+  for left, right in zip(both(False), both(True), strict=True):
+    np.testing.assert_array_equal(left, right)
+  written = [np.unique(tpu.visits(sizes, 256, 64, empty=False, rest=rest).tile_V) for rest in (True, False)]
+  assert [tiles.tolist() for tiles in written] == [[0, 1, 2, 3], [0, 1]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=4, max_size=4), st.booleans(), st.booleans())
+def test_visits_are_the_pairs_that_share_rows(sizes, empty, rest):
+  """In the order of rows, with an empty group's where asked for; then, once, tiles without any group."""
+  tile, tiles = 16, 11
+  plan = np.array(plan_visits(np.array(sizes, np.int32), tiles * tile - 5, tile, empty, rest))
+  expected, start = [], 0
+  for group, size in enumerate(sizes):
+    end = start + size
+    for t in range(start // tile, -(-end // tile)) if size else []:
+      expected.append((t, t, group, max(start - t * tile, 0), min(end - t * tile, tile)))
+    if not size and empty:
+      t = min(start // tile, tiles - 1)
+      expected.append((t, t, group, start - t * tile, start - t * tile))
+    start = end
+  used = len(expected)
+  assert [tuple(visit) for visit in plan[:, :used].T] == expected
+  tile_V, fetch_V, group_V, begin_V, end_V = plan[:, used:]
+  covered = -(-start // tile)
+  assert (begin_V == end_V).all() and (group_V == 3).all() and (fetch_V == max(covered - 1, 0)).all()
+  cleared = tile_V[begin_V == 0]
+  assert cleared.tolist() == (list(range(covered, tiles))[: tile_V.size] if rest else [])
+  assert (np.isin(tile_V[begin_V != 0], [max(covered - 1, 0), tiles - 1])).all()
+
+
+plan_visits = jax.jit(tpu.visits, static_argnums=(1, 2, 3, 4))
+
+
+def test_two_cores_do_not_race(small_parts, race_free):
+  x, w, grad = operands(192, 200, 300)
+  sizes = np.array([3, 90, 1, 0, 60], np.int32)
+  with race_free(cores=2) as interpret:
+    out, pull = jax.vjp(lambda x, w: tpu.grouped_matmul(x, w, sizes, interpret=interpret), x, w)
+    grad_x, grad_w = jax.block_until_ready(pull(grad))
+  right_x, right_w = gradients_by_hand(x, w, sizes, grad)
+  np.testing.assert_allclose(out, by_hand(x, w, sizes), atol=5e-4)
+  np.testing.assert_allclose(grad_x, right_x, atol=5e-4)
+  np.testing.assert_allclose(grad_w, right_w, atol=5e-4)
+
+
 def test_rows_past_the_last_group_may_hold_any_number(implementation):
   """Garbage there reaches neither the result nor any gradient."""
   x, w, grad = operands(40)
@@ -145,6 +233,8 @@ def test_no_rows_and_one_row(implementation):
   np.testing.assert_allclose(
     grouped_matmul(x, w, np.array([0, 0, 1, 0, 0]), implementation), x @ w[2], atol=1e-5
   )
+  out, grad_x, grad_w = run(x[:0], w, np.zeros(E, np.int32), np.zeros((0, 5), np.float32), implementation, 1)
+  assert out.shape == (0, 5) and grad_x.shape == (0, 6) and not np.asarray(grad_w).any()
 
 
 @pytest.mark.parametrize(
