@@ -14,6 +14,7 @@ from glm5_jax.model.moe import MoE
 from glm5_jax.model.plan import BlockSpec
 from glm5_jax.model.weights import ones, weight
 from glm5_jax.parallel import spmd
+from pallas_kernels import sparse_mla
 
 Aux = dict[str, jax.Array]
 
@@ -92,7 +93,8 @@ _policies = jax.checkpoint_policies
 REMAT: dict[str, Any] = {
   "full": None,  # each layer's input
   "dots": _policies.dots_with_no_batch_dims_saveable,  # and the results of matmuls with weights
-  "attention": _policies.save_only_these_names(INPUT, ATTENDED, splash.RESULT),  # and what attention returned
+  # And what attention returned.
+  "attention": _policies.save_only_these_names(INPUT, ATTENDED, splash.RESULT, sparse_mla.RESULT),
   "offload": _policies.save_and_offload_only_these_names(  # each layer's input, in the host's memory
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=[INPUT],

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -45,7 +46,7 @@ def compile_step(run: RunConfig, topology: str, slices: int = 1, rows: int = 0) 
     place,
     mesh,
     model_flops=tokens * train_flops_per_token(run.model, run.data.seq_len, mtp_depths(run)),
-    priced_kernels=SPLASH | {"grouped_matmul": _grouped_flops(expert_rows)},
+    priced_kernels=SPLASH | DSA | {"grouped_matmul": _grouped_flops(expert_rows)},
     trips={MORE_ROUNDS: 0},
     title=f"{run.name or 'run'}: {rows} rows of {run.data.seq_len:,} tokens on {describe(mesh)}",
     dims=_dims(run),
@@ -72,6 +73,32 @@ SPLASH = {
 }
 
 
+def _selected_flops(products: int) -> Callable[[Kernel], float]:
+  """Of a sparse_mla kernel, where some query of every tile below the diagonal selects some key of it."""
+
+  def flops(kernel: Kernel) -> float:
+    matrices = [shape.dims for shape in kernel.operands if shape.dtype == "bf16" and len(shape.dims) == 3]
+    (heads, T, width), (_, S, _) = matrices[0], matrices[-1]
+    return float(products * heads * T * S * width)
+
+  return flops
+
+
+def _indexer_flops(kernel: Kernel) -> float:
+  """Half of the products are masked away; of float32 each takes six passes."""
+  query = next(shape for shape in kernel.operands if len(shape.dims) == 4)
+  keys = kernel.operands[-1].dims
+  return float(math.prod(query.dims) * keys[-2] * (6 if query.dtype == "f32" else 1))
+
+
+DSA = {
+  "sparse_mla_fwd": _selected_flops(2),
+  "sparse_mla_dq": _selected_flops(3),
+  "sparse_mla_dkv": _selected_flops(4),
+  "lightning_indexer": _indexer_flops,
+}
+
+
 def _grouped_flops(rows: int) -> Callable[[Kernel], float]:
   """Of a grouped matmul, which skips what stays empty of a round: the rows of a balanced router."""
 
@@ -88,6 +115,7 @@ def _with_tpu_kernels(run: RunConfig) -> RunConfig:
   run.model = model.replace(
     attention_implementation=model.attention_implementation or "splash",
     moe_implementation=model.moe_implementation or "tpu",
+    dsa_implementation=model.dsa_implementation or "tpu",
   )
   return run
 

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.lightning_indexer import select, select_indices, select_paged
+from pallas_kernels.sparse_mla import attend_bits
 from pallas_kernels.topk import topk, topk_mask
 
 pytestmark = [
@@ -52,6 +53,20 @@ def test_indexer(compile_for, B, T, S, dtype):
   assert kernels(compiled) == 1 and " sort(" not in compiled.as_text()
   queries = B * T * 32 * 128 * (2 if dtype == "bfloat16" else 4)
   assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * queries + 2**24
+
+
+@pytest.mark.parametrize(("N", "T", "S"), [(64, 8192, 8192), (8, 16_384, 131_072)])
+def test_attention_to_selected_keys(compile_for, N, T, S):
+  """Forward and backward; beside operands and results nothing as large as a head's logits."""
+
+  def call(q, k, v, words, grad):
+    out, pull = jax.vjp(lambda *qkv: attend_bits(*qkv, words, 0.0625, "tpu"), q, k, v)
+    return out, pull(grad)
+
+  query, key = ((1, N, T, 256), "bfloat16"), ((1, N, S, 256), "bfloat16")
+  compiled = compile_for(call, query, key, key, ((1, T, S // 32), "int32"), query)
+  assert kernels(compiled) == 3 and " sort(" not in compiled.as_text()
+  assert compiled.memory_analysis().temp_size_in_bytes < 2 * N * T * 256 * 2 + 2**24
 
 
 def test_indexer_of_few_queries(compile_for):

@@ -17,10 +17,16 @@ from glm5_jax.model.attention.core import attend, attend_gathered
 from glm5_jax.model.attention.head_groups import sum_over_groups
 from glm5_jax.model.attention.latent import Latent
 from glm5_jax.model.layers import apply_rope, project
+from pallas_kernels import sparse_mla
 from pallas_kernels.topk import bits
 
 # (begin, end, keys) -> bool [B, end − begin, keys]
 VisibleFn = Callable[[int, int, int], jax.Array]
+
+
+def uses_kernels(cfg: ModelConfig) -> bool:
+  """Whether sparse attention runs on the TPU's kernels here, interpreted or not."""
+  return (cfg.dsa_implementation or ("tpu" if jax.default_backend() == "tpu" else "reference")) != "reference"
 
 
 def choose_form(cfg: ModelConfig, queries: int, keys: int) -> str:
@@ -74,6 +80,17 @@ def attend_visible(
 
 def attend_bits(latent: Latent, bits_BTW: jax.Array, ctx: AttentionContext, cfg: ModelConfig) -> jax.Array:
   """The same over selected keys, int32 [B, T, words(S)]."""
+  if uses_kernels(cfg):
+    dtype = jnp.dtype(cfg.dtype)
+
+    def attend_heads(latent: Latent) -> jax.Array:
+      q, (k, v) = headmajor.queries(latent.query, dtype), headmajor.keys_values(latent, dtype)
+      name = cfg.dsa_implementation or None
+      return headmajor.output(
+        sparse_mla.attend_bits(q, k, v, bits_BTW, cfg.qk_head_dim**-0.5, name), latent, dtype
+      )
+
+    return sum_over_groups(attend_heads, latent, cfg.head_group)
 
   def selected(begin: int, end: int, keys: int) -> jax.Array:
     return bits.unpack(bits_BTW[:, begin:end, : bits.words(keys)], keys)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from glm5_jax.model.attention import splash
 from glm5_jax.model.attention.latent import Latent
+from pallas_kernels import sparse_mla
 
-KEEP_RESULTS = jax.checkpoint_policies.save_only_these_names(splash.RESULT)
+KEEP_RESULTS = jax.checkpoint_policies.save_only_these_names(splash.RESULT, sparse_mla.RESULT)
 
 
 def sum_over_groups(attend: Callable[[Latent], jax.Array], latent: Latent, heads: int) -> jax.Array:

@@ -5,16 +5,12 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.model.attention.context import AttentionContext, Selection, query_blocks, visible
+from glm5_jax.model.attention.forms import uses_kernels
 from glm5_jax.model.attention.indexer import IndexerInputs, index_scores
 from pallas_kernels import lightning_indexer
 from pallas_kernels.topk import bits, topk, topk_mask
 
 GATHER_QUERIES = 16  # up to this many queries a row, keys are gathered instead of masked
-
-
-def uses_kernels(cfg: ModelConfig) -> bool:
-  """Whether sparse attention runs on the TPU's kernels here, interpreted or not."""
-  return (cfg.dsa_implementation or ("tpu" if jax.default_backend() == "tpu" else "reference")) != "reference"
 
 
 def select(
