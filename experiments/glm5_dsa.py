@@ -1,8 +1,8 @@
 """From dense to sparse attention, and training on sparse attention. Source: GLM-5 report §2 and App. A.
 
 `--config=experiments/glm5_dsa.py:warmup` trains the indexers alone on the model that mid-training has left
-(`--config.train.start_from=…`), `:sparse` everything on what the warm-up has left, and `:learner` is a step of
-the kind that reinforcement learning makes on what that has left: 128 K tokens a row, selection as it is in the
+(`--config.train.start_from=…`), `:sparse` everything on what the warm-up has left, and `:learner` is a step
+of the kind that reinforcement learning makes on what that has left: 128 K tokens a row, selection as in the
 rollouts, indexers at rest.
 """
 
