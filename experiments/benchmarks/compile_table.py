@@ -38,11 +38,13 @@ class Program:
 
 PRETRAIN = "--config=experiments/glm5_744b.py"
 MIDTRAIN = "--config=experiments/glm5_midtrain.py:200k"
+LEARNER = "--config=experiments/glm5_dsa.py:learner"
 PROGRAMS = (
   Program("pre-training 4K", "v5p:8x8x8", (PRETRAIN, "--rows=512")),
   Program("pre-training 4K", "tpu7x:4x8x8", (PRETRAIN, "--rows=512"), in_turn=False),
   Program("mid-training 202,752", "v5p:8x16x16", (MIDTRAIN, "--rows=256"), in_turn=False),
   Program("mid-training 202,752", "tpu7x:8x8x16", (MIDTRAIN, "--rows=256"), in_turn=False),
+  Program("sparse learner 131,072", "v5p:8x16x16", (LEARNER, "--rows=256"), in_turn=False),
 )
 
 

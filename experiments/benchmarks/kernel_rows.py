@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.benchmarks.kernel_row import Row
+from experiments.benchmarks.kernel_rows_attention import ATTENTION
 from experiments.benchmarks.kernel_rows_experts import EXPERTS
 from pallas_kernels.lightning_indexer import select, select_paged
 from pallas_kernels.topk import topk, topk_bits, topk_mask
@@ -112,6 +113,7 @@ ROWS = (
   Row(SQUARE, "reference, in blocks", _square("reference"), SQUARE_ARGUMENTS, flops=SQUARE_FLOPS),
   _decode(256),
   _decode(64, "all sequences are full"),
+  *ATTENTION,
   *EXPERTS,
 )
 
