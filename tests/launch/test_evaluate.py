@@ -86,6 +86,7 @@ def assert_same_scores(found, expected):
   assert found["accept_length"] == expected["accept_length"]
 
 
+@pytest.mark.slow
 def test_same_scores_on_eight_devices(command, experts, tmp_path):
   """Ten rows are no multiple of eight, and four at a time are fewer."""
   flags = f"--checkpoint={experts}", *QUICK, "--rows=10"
@@ -100,6 +101,7 @@ def test_same_scores_on_eight_devices(command, experts, tmp_path):
     assert done.stdout.splitlines()[1] == "accept_length generates on one of the devices"
 
 
+@pytest.mark.slow
 def test_same_scores_in_two_processes(command, experts, tmp_path):
   flags = f"--checkpoint={experts}", *QUICK
   alone = scores(command("evaluate", *flags, "--tasks=lm", f"--json={tmp_path}/alone"), tmp_path / "alone")

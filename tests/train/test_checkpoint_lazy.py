@@ -76,6 +76,7 @@ def test_no_checkpoint(tmp_path):
     open_params_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_many_devices_is_exported_as_its_arrays_are(tmp_path, on_devices):
   """Chunks are then what the devices held."""
   code = f"""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
 RESTORED_ON = {"2x2": 4, "8x1": 8, "1": 1, "experts": 8}  # devices
 
 
