@@ -22,6 +22,7 @@ SLOW = (
   'data=2,expert=2,attention="F"',
   *("data=4,dcn_data=2,fsdp=2", "data=2,dcn_data=2,fsdp=4,dcn_fsdp=2"),  # two and four slices
   f'context=2,rows=2,length=512,attention="F",attention_implementation="splash_interpret",{SPLASH_HEADS}',
+  f'context=2,rows=2,length=256,dsa_implementation="tpu_interpret",index_head_dim=128,{SPLASH_HEADS}',
 )
 
 
