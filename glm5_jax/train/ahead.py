@@ -91,7 +91,20 @@ def _indexer_flops(kernel: Kernel) -> float:
   return float(math.prod(query.dims) * keys[-2] * (6 if query.dtype == "f32" else 1))
 
 
+def _loss_flops(index_products: int) -> Callable[[Kernel], float]:
+  """Of a kernel of indexer_loss: one product with the main heads, some with the indexer's; half is masked."""
+
+  def flops(kernel: Kernel) -> float:
+    index, main = [math.prod(shape.dims) for shape in kernel.operands if len(shape.dims) == 4][:2]
+    keys = next(shape.dims[-2] for shape in kernel.operands if len(shape.dims) == 3 and shape.dtype == "bf16")
+    return float((index_products * index + main) * keys)
+
+  return flops
+
+
 DSA = {
+  "indexer_loss_sums": _loss_flops(1),
+  "indexer_loss": _loss_flops(4),
   "sparse_mla_fwd": _selected_flops(2),
   "sparse_mla_dq": _selected_flops(3),
   "sparse_mla_dkv": _selected_flops(4),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.lightning_indexer.reference import scores, visible
+from pallas_kernels.lightning_indexer.reference import scores
 from pallas_kernels.topk import bits
 
 QUERY_BLOCK = 256  # queries whose distributions exist at a time
@@ -11,20 +11,17 @@ MASKED = -1e30  # finite: −∞ would give NaN in a row that sees nothing
 
 
 def indexer_loss(
-  query_BTIJ, gate_BTI, key_BSJ, q_BNTL, k_BSL, slots_BT, segments_BT, key_segments_BS, bits_BTW, scale
-) -> jax.Array:
+  query_BTIJ, gate_BTI, key_BSJ, q_BNTL, k_BSL, bits_BTW, scale
+) -> tuple[jax.Array, jax.Array]:
   """See api.indexer_loss."""
-  T = slots_BT.shape[1]
+  T = query_BTIJ.shape[1]
   block = min(QUERY_BLOCK, T)
-  rows = [query_BTIJ, gate_BTI, jnp.swapaxes(q_BNTL, 1, 2), slots_BT, segments_BT]
-  rows += [] if bits_BTW is None else [bits_BTW]
+  rows = query_BTIJ, gate_BTI, jnp.swapaxes(q_BNTL, 1, 2), bits_BTW
 
   @jax.checkpoint  # so that the backward pass too holds one block's scores
   def of_block(pieces):
-    query, gate, q_BtNL, slots, segments, *chosen = pieces
-    mask_BtS = visible(slots, segments, key_segments_BS)
-    if chosen:
-      mask_BtS &= bits.unpack(chosen[0], key_BSJ.shape[1])
+    query, gate, q_BtNL, words = pieces
+    mask_BtS = bits.unpack(words, key_BSJ.shape[1])
     target_BtS = _attention(jnp.moveaxis(q_BtNL, 2, 0), k_BSL, mask_BtS, scale)
     return _divergence(target_BtS, scores(query, gate, key_BSJ), mask_BtS)
 
@@ -33,7 +30,8 @@ def indexer_loss(
     return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
 
   kl = jax.lax.map(of_block, tuple(map(cut, rows)))
-  return jnp.moveaxis(kl, 0, 1).reshape(kl.shape[1], -1)[:, :T]
+  kl_BT = jnp.moveaxis(kl, 0, 1).reshape(kl.shape[1], -1)[:, :T]
+  return jnp.sum(kl_BT), kl_BT
 
 
 def _attention(q_NBtL: jax.Array, k_BSL: jax.Array, mask_BtS: jax.Array, scale: float) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.indexer_loss import indexer_loss
 from pallas_kernels.lightning_indexer import select, select_indices, select_paged
 from pallas_kernels.sparse_mla import attend_bits
 from pallas_kernels.topk import topk, topk_mask
@@ -67,6 +68,30 @@ def test_attention_to_selected_keys(compile_for, N, T, S):
   compiled = compile_for(call, query, key, key, ((1, T, S // 32), "int32"), query)
   assert kernels(compiled) == 3 and " sort(" not in compiled.as_text()
   assert compiled.memory_analysis().temp_size_in_bytes < 2 * N * T * 256 * 2 + 2**24
+
+
+@pytest.mark.parametrize(("T", "S"), [(8192, 8192), (4096, 131_072)])
+def test_loss_of_an_indexer(compile_for, T, S):
+  """With gradients; nothing of the size of a distribution, [T, S], is in memory."""
+
+  def call(query, gate, key, *rest):
+    def loss(*index):
+      return indexer_loss(*index, *rest, 0.0625, "tpu")
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(query, gate, key)
+
+  compiled = compile_for(
+    call,
+    ((1, T, 32, 128), "bfloat16"),
+    ((1, T, 32), "float32"),
+    ((1, S, 128), "bfloat16"),
+    ((1, 64, T, 576), "bfloat16"),
+    ((1, S, 576), "bfloat16"),
+    ((1, T, S // 32), "int32"),
+  )
+  assert kernels(compiled) == 2 and " sort(" not in compiled.as_text()
+  queries = T * (32 * 128 * 6 + 64 * 640 * 2)  # rearranged, and gradients in float32
+  assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * queries + 4 * S * 128 * 4 + 2**25
 
 
 def test_indexer_of_few_queries(compile_for):

@@ -26,14 +26,19 @@ def indexer_kl(
   Over the selected keys, or all visible ones where there is no selection. Source: DeepSeek-V3.2 report; the
   derivative by a score is softmax − attention, and nothing but the indexer is trained by it.
   """
-  kl_BT = indexer_loss(
-    *(inputs.query_BTIJ, inputs.gate_BTI, key_BSJ),
-    *_attention_of_all_heads(latent, cfg),
-    *(ctx.slots_BT, ctx.segments_BT, ctx.key_segments_BS),
-    None if selection is None else selection.bits_BTW,
-    scale=cfg.qk_head_dim**-0.5,
-  )
-  return jnp.sum(kl_BT) / spmd.size("tensor")  # whose shards compute it alike
+  marked = visible_bits(ctx, cfg) if selection is None else selection.bits_BTW
+  assert marked is not None
+  scores = inputs.query_BTIJ, inputs.gate_BTI, key_BSJ
+  name = cfg.dsa_implementation or None
+  total, _ = indexer_loss(*scores, *_attention_of_all_heads(latent, cfg), marked, cfg.qk_head_dim**-0.5, name)
+  return total / spmd.size("tensor")  # whose shards compute it alike
+
+
+def visible_bits(ctx: AttentionContext, cfg: ModelConfig) -> jax.Array:
+  """int32 [B, T, words(S)]: every key that a query sees."""
+  width = bits.words(ctx.key_segments_BS.shape[1])
+  blocks = [bits.pack(visible(ctx, *block)) for block in query_blocks(cfg, ctx)]
+  return jnp.concatenate([jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in blocks], axis=1)
 
 
 def recalled(latent: Latent, selection: Selection, ctx: AttentionContext, cfg: ModelConfig) -> jax.Array:
