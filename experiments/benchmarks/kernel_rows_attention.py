@@ -7,6 +7,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from experiments.benchmarks.kernel_row import Row
+from pallas_kernels.indexer_loss import indexer_loss
 from pallas_kernels.sparse_mla import attend_bits
 from pallas_kernels.topk import bits
 
@@ -58,4 +59,35 @@ def rows_of(length: int) -> tuple[Row, ...]:
   return tuple(rows)
 
 
-ATTENTION = (*rows_of(32_768), *rows_of(131_072))
+LOSS_HEADS, LATENT, INDEX_HEADS, INDEX_WIDTH = 64, 576, 32, 128
+
+
+def _loss(query, gate, key, q, k, words):
+  def loss(*index):
+    return indexer_loss(*index, q, k, words, SCALE, "tpu")
+
+  return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(query, gate, key)
+
+
+def loss_row(length: int) -> Row:
+  """The indexer's loss and gradients of one causal row, over every key that is seen."""
+  pairs = length**2 / 2
+  flops = 2.0 * pairs * (2 * LOSS_HEADS * LATENT + 5 * INDEX_HEADS * INDEX_WIDTH)
+  return Row(
+    f"loss of an indexer with gradients, {LOSS_HEADS} heads of latents beside {INDEX_HEADS}, {length:,}",
+    "ours",
+    _loss,
+    (
+      ((1, length, INDEX_HEADS, INDEX_WIDTH), "bfloat16"),
+      ((1, length, INDEX_HEADS), "float32"),
+      ((1, length, INDEX_WIDTH), "bfloat16"),
+      ((1, LOSS_HEADS, length, LATENT), "bfloat16"),
+      ((1, length, LATENT), "bfloat16"),
+      ((1, length, bits.words(length)), "int32"),
+    ),
+    flops=flops,
+    note="two products with the main heads, five with the indexer's; all tiles below the diagonal count",
+  )
+
+
+ATTENTION = (*rows_of(32_768), *rows_of(131_072), loss_row(32_768))
