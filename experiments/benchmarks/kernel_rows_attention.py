@@ -63,8 +63,8 @@ LOSS_HEADS, LATENT, INDEX_HEADS, INDEX_WIDTH = 64, 576, 32, 128
 
 
 def _loss(query, gate, key, q, k, words):
-  def loss(*index):
-    return indexer_loss(*index, q, k, words, SCALE, "tpu")
+  def loss(query, gate, key):
+    return indexer_loss(query, gate, key, q, k, words, SCALE, "tpu")
 
   return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(query, gate, key)
 
