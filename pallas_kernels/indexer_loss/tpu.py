@@ -50,7 +50,7 @@ def indexer_loss(
   query_BTIJ, gate_BTI, key_BSJ, q_BNTL, k_BSL, bits_BTW, scale, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
   """See api.indexer_loss."""
-  B, T, I, _ = query_BTIJ.shape
+  T, I = query_BTIJ.shape[1:3]
   S = key_BSJ.shape[1]
   keys = min(KEYS, LANES * (1 << (-(-S // LANES) - 1).bit_length()))  # divides a chunk
   more_T, more_S = -T % (CORES * QUERIES), -S % keys
@@ -103,7 +103,7 @@ _loss.defvjp(_forward, _backward)
 
 def _call(kernel, name: str, plan: Walk, arrays, sums, sizes: Sizes, interpret) -> list[jax.Array]:
   """One of the two kernels; `sums` are the first one's results, for the second."""
-  query_BITJ, _, key_BSJ, q_BNTL, k_BSL, _ = arrays
+  query_BITJ, _, key_BSJ, q_BNTL, *_ = arrays
   B, I, T, J = query_BITJ.shape
   N, L = sizes.heads, q_BNTL.shape[-1]
   a_core = B * sizes.query_tiles // CORES
