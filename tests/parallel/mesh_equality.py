@@ -73,6 +73,15 @@ def lopsided(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(tilt, params)
 
 
+def decided(params: Any) -> Any:
+  """Indexers whose scores differ: of alike scores the loss has a gradient that is all cancellation."""
+
+  def sharpen(path, x):
+    return 50.0 * x if "weights_proj" in jax.tree_util.keystr(path) else x
+
+  return jax.tree_util.tree_map_with_path(sharpen, params)
+
+
 def choices(run: RunConfig, mesh=None):
   """(params, batch) → every layer's selected keys and chosen experts, rows and slots in order."""
 
@@ -142,7 +151,8 @@ def _begin(model: str, accum: int, tilted: bool, mesh=None):
   run.validate()
   optimizer = optimizer_of(run, mesh)
   state = init_state(run, optimizer)
-  state = state.replace(params=lopsided(state.params) if tilted else state.params)
+  params = decided(state.params)
+  state = state.replace(params=lopsided(params) if tilted else params)
   return run, {name: jnp.asarray(x) for name, x in packed_batch(run).items()}, state, optimizer
 
 
