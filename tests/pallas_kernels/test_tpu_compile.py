@@ -91,7 +91,7 @@ def test_loss_of_an_indexer(compile_for, T, S):
   )
   assert kernels(compiled) == 2 and " sort(" not in compiled.as_text()
   queries = T * (32 * 128 * 6 + 64 * 640 * 2)  # rearranged, and gradients in float32
-  assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * queries + 4 * S * 128 * 4 + 2**25
+  assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * queries + 5 * S * 128 * 4 + 2**25
 
 
 def test_indexer_of_few_queries(compile_for):
