@@ -3,7 +3,8 @@
 A bundle is issued a cycle, empty ones (latency) included, so that the cycles of a kernel are its bundles,
 each times the bounds of the loops around it. What is not in them: waiting for DMA, and matrix units that are
 pushed faster than they take. Bounds are those of the compiled code: a pipelined grid of G steps on a core
-loops G + 2 times, of which two only fetch or write. Both sides of a branch count.
+loops G + 2 times, of which two only fetch or write. Both sides of a branch count. A grid whose size is an
+array is one loop without a bound.
 """
 
 import re
@@ -19,6 +20,7 @@ _BUNDLE = re.compile(r"^\s*(?P<address>0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*(?:>
 _BRANCH = re.compile(
   r"sbr\.rel (?:\((?P<negated>!?)%(?P<predicate>\w+)\) )?target bundleno = (?P<target>\d+)"
 )
+_ZERO_TRIPS = re.compile(r"%(?P<predicate>\w+) = scmp\.le\.s32\.totalorder %\w+, 0\b")
 _EXIT = re.compile(r"%(?P<predicate>\w+) = scmp\.\w+\.s32\.totalorder (?:\(!?%\w+\), )?%\w+, (?P<bound>\d+)")
 
 
@@ -37,12 +39,14 @@ class Program:
 
   Attributes:
     one_core: on a chip of two cores, the other does nothing.
+    cores: that share the work.
   """
 
   name: str
   bundles: int
   loops: tuple[Loop, ...]
   one_core: bool
+  cores: int
 
   def cycles(self, trips: Sequence[float] = ()) -> float:
     """Bundles times bounds; `trips` are those of the loops whose bound depends on data, in order.
@@ -94,9 +98,14 @@ def read_program(name: str, text: str) -> Program | None:
   loops.sort(key=lambda loop: (loop.begin, -loop.end))
   start = loops[0].begin if loops else len(bundles)
   end = max((loop.end for loop in loops), default=len(bundles) * 9 // 10)
-  # The second core of two leaves at once, from before any loop to behind all of them.
-  leaves = any(i < start and int(branch["target"]) >= end for i, branch in branches)
-  return Program(name, len(bundles), tuple(loops), "core id" in bundles[0] and leaves)
+  # The second core of two leaves at once, from before any loop to behind all of them; as both do where a
+  # grid of dynamic size has no step.
+  empty = {m["predicate"] for bundle in bundles[:start] for m in _ZERO_TRIPS.finditer(bundle)}
+  leaves = any(
+    i < start and int(branch["target"]) >= end and branch["predicate"] not in empty for i, branch in branches
+  )
+  two = "core id" in bundles[0]
+  return Program(name, len(bundles), tuple(loops), two and leaves, 2 if two and not leaves else 1)
 
 
 def _tests(bundle: str) -> list[re.Match[str]]:

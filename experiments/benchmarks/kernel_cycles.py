@@ -1,6 +1,6 @@
 """Static cycles of our kernels beside what they replace, for three generations of TPU, without a TPU.
 
-  python -m experiments.benchmarks.kernel_cycles                        # every row, about ten minutes
+  python -m experiments.benchmarks.kernel_cycles                        # every row, about twenty minutes
   python -m experiments.benchmarks.kernel_cycles --only top --on v5p    # rows with "top" in the task or name
 
 "its products" are the matrix products of the task at the peak of the matrix units.
@@ -18,13 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from experiments.benchmarks.bundles import DUMP_FLAGS, Program, read_folder
 
 FOLDER = Path("runs/kernels")
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 LIMIT_S = 900
+PIPELINE = 2  # steps of a grid that only fetch or write
 TRANSFER_LOOP = 12  # bundles; shorter loops without a bound pass on a transfer in pieces
 Result = dict
 
@@ -75,15 +78,18 @@ def _parts(module, schedules: dict[str, Program], row, generation) -> tuple[dict
       moved = next((size for part, size in row.moved if part in program.name), 0)
       moved = max(moved, sum(shape.padded_bytes for shape in shapes))
       seconds = moved / generation.hbm_bytes_per_second
-      cycles = max(kernel_cycles(program, trips), seconds * generation.ghz * 1e9)
+      bundles = kernel_cycles(program, trips, dict(row.grids)) * row.computed
+      cycles = max(bundles, seconds * generation.ghz * 1e9)
       one_core += [program.name] if program.one_core else []
     if cycles:
       parts[instruction.name] = parts.get(instruction.name, 0) + cycles * step.count
   return parts, one_core
 
 
-def kernel_cycles(program: Program, trips: dict[str, tuple[float, ...]]) -> float:
-  """Bundles times bounds; `trips` as in kernel_rows.Row.
+def kernel_cycles(
+  program: Program, trips: dict[str, tuple[float, ...]], grids: Mapping[str, float] = MappingProxyType({})
+) -> float:
+  """Bundles times bounds; `trips` and `grids` as in kernel_rows.Row.
 
   Raises:
     ValueError: as many trip counts are needed as there are loops of that kind and more than a few bundles.
@@ -91,6 +97,7 @@ def kernel_cycles(program: Program, trips: dict[str, tuple[float, ...]]) -> floa
   unknown = [loop for loop in program.loops if loop.bound is None]
   large = [loop for loop in unknown if loop.end - loop.begin >= TRANSFER_LOOP]
   given = next((counts for part, counts in trips.items() if part in program.name), ())
+  given = *(steps / program.cores + PIPELINE for part, steps in grids.items() if part in program.name), *given
   if len(given) != len(large):
     sizes = [loop.end - loop.begin for loop in large]
     raise ValueError(f"{program.name}: {len(given)} trip counts for loops of {sizes} bundles")

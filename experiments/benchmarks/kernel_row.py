@@ -22,6 +22,8 @@ class Row:
     note: what the trips stand for.
     moved: bytes between memory and a kernel, by a part of its name, where that is more than its operands and
       results once.
+    grids: steps of kernels' grids of dynamic size, of all cores together, by a part of the kernel's name.
+    computed: the part of the steps of the kernels' grids that are computed; others are taken for free.
   """
 
   task: str
@@ -32,6 +34,8 @@ class Row:
   flops: float | None = None
   note: str = ""
   moved: tuple[tuple[str, float], ...] = ()
+  grids: tuple[tuple[str, float], ...] = ()
+  computed: float = 1.0
 
   def trips_on(self, generation: str) -> dict[str, tuple[float, ...]]:
     return dict(self.trips(generation) if callable(self.trips) else self.trips)

@@ -77,9 +77,8 @@ def _selected_flops(products: int) -> Callable[[Kernel], float]:
   """Of a sparse_mla kernel, where some query of every tile below the diagonal selects some key of it."""
 
   def flops(kernel: Kernel) -> float:
-    matrices = [shape.dims for shape in kernel.operands if shape.dtype == "bf16" and len(shape.dims) == 3]
-    (heads, T, width), (_, S, _) = matrices[0], matrices[-1]
-    return float(products * heads * T * S * width)
+    (B, N, T, width), keys = [shape.dims for shape in kernel.operands if len(shape.dims) == 4][:2]
+    return float(products * B * N * T * keys[2] * width)
 
   return flops
 
@@ -105,7 +104,7 @@ def _loss_flops(index_products: int) -> Callable[[Kernel], float]:
 DSA = {
   "indexer_loss_sums": _loss_flops(1),
   "indexer_loss": _loss_flops(4),
-  "sparse_mla_fwd": _selected_flops(2),
+  "sparse_mla_forward": _selected_flops(2),
   "sparse_mla_dq": _selected_flops(3),
   "sparse_mla_dkv": _selected_flops(4),
   "lightning_indexer": _indexer_flops,

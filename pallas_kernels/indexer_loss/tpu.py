@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.sparse_mla.plan import Walk, occupied, walk
+from pallas_kernels.indexer_loss.plan import Walk, walk
+from pallas_kernels.sparse_mla.tiles import Tiles, occupied
 from pallas_kernels.topk.bits import CHUNK, LANES, TILES
 
 QUERIES, KEYS = 128, 1024  # of a tile, at most
@@ -78,7 +79,7 @@ def _loss(query_BITJ, gate_BIT, key_BSJ, q_BNTL, k_BSL, words, sizes: Sizes, int
 
 
 def _forward(query_BITJ, gate_BIT, key_BSJ, q_BNTL, k_BSL, words, sizes: Sizes, interpret):
-  meet = occupied(words, QUERIES, sizes.keys)[..., : sizes.key_tiles]
+  meet = occupied(words, Tiles(QUERIES, sizes.keys, sizes.query_tiles, sizes.key_tiles))
   arrays = query_BITJ, gate_BIT, key_BSJ, q_BNTL, k_BSL, words
   sums = _call(_sums_kernel, "indexer_loss_sums", walk(meet), arrays, (), sizes, interpret)
   second = _call(_loss_kernel, "indexer_loss", walk(meet), arrays, tuple(sums), sizes, interpret)

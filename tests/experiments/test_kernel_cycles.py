@@ -63,6 +63,23 @@ def test_a_kernel_on_one_core_of_two_is_noticed():
   assert [getattr(read_program("k", t), "one_core", None) for t in (text, on_two)] == [False, True]
 
 
+def test_a_grid_of_dynamic_size_is_shared_by_the_cores():
+  """Both leave before the loop where there is no step; no core is idle. 20 bundles, 5 to 18 in the loop."""
+  text = dump(
+    {
+      1: "%p1_p2 = scmp.le.s32.totalorder %s7_s1, 0",
+      2: "%2 = sbr.rel (%p1_p2) target bundleno = 19 (0x13), region = 1",
+      14: "%3 = sbr.rel (!%p3_p2) target bundleno = 5 (0x5), region = 2",
+    },
+    20,
+  )
+  on_two = read_program("grid", text.replace("%s0 = smov 0", "%s0 = sld [smem:[#allocation0]] /* core id */"))
+  on_one = read_program("grid", text)
+  assert on_one and on_two and not on_one.one_core and not on_two.one_core
+  assert kernel_cycles.kernel_cycles(on_one, {}, {"grid": 100}) == 6 + 14 * 102
+  assert kernel_cycles.kernel_cycles(on_two, {}, {"grid": 100}) == 6 + 14 * 52
+
+
 def test_only_the_last_schedule_of_each_program_is_read(tmp_path):
   for name in ("kernel.1-64-", "kernel.1-58-schedule-analysis_", "<late-finalization>-9-"):
     (tmp_path / f"17-{name}packed-bundles-post-ra.txt").write_text(dump({}, 7))

@@ -1,158 +1,253 @@
-"""Attention over selected keys: every implementation against the plain formula in float64."""
+"""One suite for every implementation of attention over selected keys; the oracle is NumPy in float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.sparse_mla import api, attend_bits, plan
+from pallas_kernels.sparse_mla import RESULT, attend_bits, tpu
+from pallas_kernels.sparse_mla import tiles as tiling
+from pallas_kernels.sparse_mla.api import RUN_ANYWHERE
 from pallas_kernels.topk import bits
 
-SCALE = 0.11
+WIDTH = 128  # of heads
+SCALE = 0.125
 
 
-@pytest.fixture(params=api.RUN_ANYWHERE)
+@pytest.fixture(params=RUN_ANYWHERE)
 def implementation(request):
   return request.param
 
 
-def operands(B, N, T, S, K=128, H=128, k=20, dtype="float32", seed=0, empty=3):
-  """Random queries, keys, values and a selection of about k keys a query, the first `empty` without any."""
+def operands(B, N, T, S, dtype=np.float32, widths=(WIDTH, WIDTH), seed=0):
+  """q, k, v and a gradient of the output, rounded to dtype; logits are some units large."""
   rng = np.random.default_rng(seed)
-  q, key, v, grad = (
-    jnp.asarray(rng.standard_normal(shape), dtype)
-    for shape in [(B, N, T, K), (B, N, S, K), (B, N, S, H), (B, N, T, H)]
-  )
-  mask = rng.random((B, T, S)) < k / S
-  mask[:, :empty] = False
-  return q, key, v, grad, mask
+  shapes = ((B, N, T, widths[0]), (B, N, S, widths[0]), (B, N, S, widths[1]), (B, N, T, widths[1]))
+  return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def exact(q, k, v, grad, mask):
-  """(output, gradients of q, k, v) in float64."""
-  q, k, v, grad = (np.asarray(x, np.float64) for x in (q, k, v, grad))
-  logits = np.where(mask[:, None], np.einsum("bntk,bnsk->bnts", q, k) * SCALE, -np.inf)
-  top = np.where(mask.any(-1)[:, None, :, None], logits.max(-1, keepdims=True), 0.0)
-  weights = np.exp(logits - top)
-  weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-  out = np.einsum("bnts,bnsh->bnth", weights, v)
-  inner = np.sum(grad * out, axis=-1, keepdims=True)
-  grad_logits = weights * (np.einsum("bnth,bnsh->bnts", grad, v) - inner) * SCALE
-  return (
-    out,
-    np.einsum("bnts,bnsk->bntk", grad_logits, k),
-    np.einsum("bnts,bntk->bnsk", grad_logits, q),
-    np.einsum("bnts,bnth->bnsh", weights, grad),
-  )
+def causal(B, T, S, start=0, keep=1.0, seed=1):
+  """bool [B, T, S]: queries at slots from start select these many of the keys up to their own."""
+  seen = np.arange(S) <= np.arange(start, start + T)[:, None]
+  return seen & (np.random.default_rng(seed).random((B, T, S)) < keep)
 
 
-def found(implementation, q, k, v, grad, mask):
-  words = bits.pack(jnp.asarray(mask))
-  out, pull = jax.vjp(lambda *qkv: attend_bits(*qkv, words, SCALE, implementation), q, k, v)
-  return out, *pull(grad)
+def by_hand(q, k, v, gradient, mask, scale=SCALE):
+  """Output and gradients of q, k, v in float64."""
+  q, k, v, gradient = (np.asarray(x, np.float64) for x in (q, k, v, gradient))
+  logits = np.where(mask[:, None], np.einsum("bntk,bnsk->bnts", q, k) * scale, -np.inf)
+  most = np.max(logits, axis=-1, keepdims=True)
+  weight = np.exp(logits - np.where(np.isfinite(most), most, 0))
+  p = weight / np.maximum(weight.sum(-1, keepdims=True), 1e-300)
+  out = np.einsum("bnts,bnsh->bnth", p, v)
+  dp = np.einsum("bnth,bnsh->bnts", gradient, v)
+  ds = p * (dp - np.sum(gradient * out, -1, keepdims=True)) * scale
+  dq, dk = np.einsum("bnts,bnsk->bntk", ds, k), np.einsum("bnts,bntk->bnsk", ds, q)
+  return out, dq, dk, np.einsum("bnts,bnth->bnsh", p, gradient)
 
 
-SHAPES = {
-  "one tile": dict(B=1, N=2, T=128, S=128),
-  "no multiples": dict(B=2, N=1, T=200, S=300),
-  "more than a chunk of words": dict(B=1, N=1, T=70, S=4500, k=30),
-  "tiles of queries": dict(B=1, N=2, T=1100, S=1100, k=60),
-  "wider values, fewer queries": dict(B=2, N=2, T=24, S=600, H=256),
+def compute(q, k, v, gradient, words, implementation, scale=SCALE):
+  """The same four by the implementation."""
+  out, pull = jax.vjp(lambda q, k, v: attend_bits(q, k, v, words, scale, implementation), q, k, v)
+  return out, *pull(gradient)
+
+
+run = jax.jit(compute, static_argnums=(5, 6))
+
+
+def check(args, mask, implementation, scale=SCALE, logits=1.0):
+  """Errors against the largest value: rounding of products and of what comes out; `logits` are so large."""
+  found = run(*args, bits.pack(jnp.asarray(mask)), implementation, scale)
+  tolerance = 5e-6 * logits if args[0].dtype == jnp.float32 else 1e-2
+  for name, mine, right in zip(("out", "dq", "dk", "dv"), found, by_hand(*args, mask, scale), strict=True):
+    assert mine.dtype == args[0].dtype and mine.shape == right.shape
+    error = np.max(np.abs(np.asarray(mine, np.float64) - right)) / np.max(np.abs(right))
+    assert error < tolerance, (name, error)
+  return found
+
+
+CASES = {
+  # rows, heads, queries, keys, slot of the first query, part of the keys that is selected, dtype
+  "few keys, all selected": (2, 2, 40, 40, 0, 1.0, np.float32),
+  "several tiles, bfloat16": (1, 2, 1100, 1300, 200, 0.1, jnp.bfloat16),
+  "several tiles": (1, 1, 1100, 2100, 1000, 0.02, np.float32),
+}
+SLOW_CASES = {
+  "behind the first chunk": (1, 2, 300, 5000, 4700, 0.05, jnp.bfloat16),
+  "one query of several rows": (3, 2, 1, 4097, 4096, 0.3, np.float32),
+  "a causal square": (2, 1, 2100, 2100, 0, 0.5, jnp.bfloat16),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_values_and_gradients(implementation, shape):
-  arguments = operands(**shape)
-  names = ("out", "q", "k", "v")
-  for name, expected, ours in zip(names, exact(*arguments), found(implementation, *arguments), strict=True):
-    np.testing.assert_allclose(ours, expected, atol=3e-6 * np.abs(expected).max(), rtol=0, err_msg=name)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_output_and_gradients(implementation, case):
+  B, N, T, S, start, keep, dtype = case
+  check(operands(B, N, T, S, dtype), causal(B, T, S, start, keep), implementation)
 
 
-def test_bfloat16(implementation):
-  arguments = operands(1, 2, 150, 260, dtype="bfloat16")
-  for expected, ours in zip(exact(*arguments), found(implementation, *arguments), strict=True):
-    assert ours.dtype == "bfloat16"
-    np.testing.assert_allclose(
-      np.asarray(ours, np.float64), expected, atol=0.012 * np.abs(expected).max(), rtol=0
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_CASES.values(), ids=SLOW_CASES.keys())
+def test_output_and_gradients_of_longer_rows(implementation, case):
+  test_output_and_gradients(implementation, case)
+
+
+@pytest.mark.parametrize("widths", [(256, 128), (128, 256)])
+def test_widths_of_heads_and_a_scale_that_is_no_power_of_two(implementation, widths):
+  args = operands(1, 1, 140, 300, widths=widths)
+  check(args, causal(1, 140, 300, 160, 0.3), implementation, 0.07)
+
+
+def test_rows_that_select_nothing(implementation):
+  """0 with gradient 0; of a whole tile of queries, of keys, and of some rows of another tile."""
+  mask = causal(1, 1100, 1100, keep=0.3)
+  mask[:, 1024:] = False
+  mask[:, ::3] = False
+  mask[:, :, :5] = False
+  found = check(operands(1, 1, 1100, 1100), mask, implementation)
+  nobody = ~mask[0].any(axis=1)
+  assert nobody.sum() > 400
+  for rows in found[:2]:
+    assert (np.asarray(rows)[0, 0, nobody] == 0).all()
+  for keys in found[2:]:
+    assert (np.asarray(keys)[0, 0, ~mask[0].any(axis=0)] == 0).all()
+
+
+def test_nothing_is_selected_at_all(implementation):
+  args = operands(2, 1, 40, 300)
+  for x in run(*args, bits.pack(jnp.zeros((2, 40, 300), bool)), implementation):
+    assert (np.asarray(x) == 0).all()
+
+
+def test_rows_of_a_shard_in_any_order(implementation):
+  """Some of the queries against all keys, shuffled: the same numbers, shuffled."""
+  q, k, v, gradient = operands(2, 1, 300, 1100)
+  mask = causal(2, 300, 1100, 700, 0.2)
+  order = np.random.default_rng(3).permutation(300)
+  there = check((q, k, v, gradient), mask, implementation)
+  shuffled = check((q[:, :, order], k, v, gradient[:, :, order]), mask[:, order], implementation)
+  for plain, mine in zip(there[:2], shuffled[:2], strict=True):
+    np.testing.assert_allclose(plain[:, :, order], mine, rtol=0, atol=5e-6 * np.max(np.abs(plain)))
+
+
+def test_large_logits_of_unselected_keys_count_nothing(implementation):
+  """Key 3 has logits of some hundred; selected ones of minus some hundred alone still sum to 1."""
+  q, k, v, gradient = operands(1, 1, 40, 40)
+  q = jnp.abs(q)
+  k = jnp.where(jnp.arange(40)[:, None] == 3, 40.0, -30 - jnp.abs(k))
+  mask = causal(1, 40, 40)
+  mask[:, :, 3] = False
+  found = check((q, k, v, gradient), mask, implementation, logits=100)
+  assert np.isfinite(np.asarray(found[0])).all() and np.abs(found[0][0, 0, 1]).max() > 0.1
+
+
+def test_a_policy_keeps_the_result():
+  """Of the reference's two loops the forward one runs once where its result is kept by name."""
+  q, k, v, _ = operands(1, 1, 40, 40)
+  words = bits.pack(jnp.asarray(causal(1, 40, 40)))
+
+  def loops(policy):
+    loss = jax.checkpoint(lambda q: jnp.sum(attend_bits(q, k, v, words, SCALE, "reference")), policy=policy)
+    return str(jax.make_jaxpr(jax.grad(loss))(q)).count("scan[")
+
+  assert loops(jax.checkpoint_policies.save_only_these_names(RESULT)) == 2
+  assert loops(jax.checkpoint_policies.nothing_saveable) == 3
+
+
+def test_the_reference_never_holds_all_logits():
+  q, k, v, gradient = operands(1, 4, 3000, 3000, jnp.bfloat16)
+  words = jnp.zeros((1, 3000, bits.words(3000)), jnp.int32)
+  text = run.lower(q, k, v, gradient, words, "reference", SCALE).as_text()
+  assert "x1398x3000x" in text and "3000x3000" not in text
+
+
+def test_pairs_of_tiles_without_a_selected_key_are_no_steps():
+  """Of documents in bits: the pairs in which somebody selects somebody, and one for tiles of nobody."""
+  mask = causal(2, 4100, 4100)
+  mask[0, 2048:, :2048] = False  # two documents
+  mask[1, 1024:] = False
+  tiles = tiling.cut(4100, 4100, "keys")
+  assert tiles == (1024, 1024, 5, 5)
+  words = jnp.pad(bits.pack(jnp.asarray(mask)), ((0, 0), (0, 1020), (0, 0)))
+  padded = np.pad(mask, ((0, 0), (0, 1020), (0, 1020))).reshape(2, 5, 1024, 5, 1024)
+  found = tiling.occupied(words, tiles)
+  np.testing.assert_array_equal(found, padded.any(axis=(2, 4)))
+  for flip in (False, True):
+    occupied = np.swapaxes(found, 1, 2) if flip else np.asarray(found)
+    codes, count = tiling.steps(jnp.asarray(occupied))
+    pairs = [tuple(int(x) for x in tiling.decode(code, 5, 5)) for code in codes[: int(count)]]
+    empty = [(b, x, 0) for b, x in np.ndindex(2, 5) if not occupied[b, x].any()]
+    assert len(empty) == 4 and pairs == sorted([*map(tuple, np.argwhere(occupied).tolist()), *empty])
+    edges = [(pair[:2] != before[:2]) for pair, before in zip(pairs[1:], pairs[:-1], strict=True)]
+    flags = np.asarray(codes[: int(count)])
+    assert (flags & tiling.FIRST != 0).tolist() == [True, *edges]
+    assert (flags & tiling.LAST != 0).tolist() == [*edges, True]
+
+
+def test_tiles_grow_with_rows():
+  assert tiling.cut(1, 40, "keys") == (128, 128, 1, 1)
+  assert tiling.cut(131_072, 131_072, "keys") == (1024, 2048, 128, 64)
+  assert tiling.cut(131_072, 131_072, "queries") == (2048, 1024, 64, 128)
+  assert tiling.cut(1024, 131_072, "keys") == (1024, 2048, 1, 64)
+  assert tiling.cut(1024, 131_072, "queries") == (1024, 1024, 1, 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longer", ["keys", "queries"])
+def test_long_tiles(monkeypatch, longer):
+  """Tiles of twice the length, whose mask takes 16 bits of a word, on a row that the interpreter manages."""
+  monkeypatch.setattr(tiling, "LONG", 2048)
+  T, S = (1100, 4200) if longer == "keys" else (2100, 1100)
+  args = operands(1, 1, T, S, jnp.bfloat16)
+  assert max(tiling.cut(T, S, longer)[:2]) == 2048
+  mask = causal(1, T, S, S - 1100, 0.05)
+  right = by_hand(*args, mask)
+  found = compute(*args, bits.pack(jnp.asarray(mask)), "tpu_interpret")
+  for mine, wanted in zip(found, right, strict=True):
+    assert np.max(np.abs(np.asarray(mine, np.float64) - wanted)) < 1e-2 * np.max(np.abs(wanted))
+
+
+@pytest.mark.slow
+def test_steps_race_for_nothing(race_free):
+  args = operands(2, 2, 1100, 1300, jnp.bfloat16)
+  mask = causal(2, 1100, 1300, 200, 0.1)
+  mask[1, :, 1024:] = False
+  words = bits.pack(jnp.asarray(mask))
+  q, k, v, gradient = args
+  with race_free(cores=2) as interpret:
+    out, lse = tpu.forward(q, k, v, words, SCALE, interpret)
+    found = (out, *tpu.backward(q, k, v, words, out, lse, gradient, SCALE, interpret))
+    jax.block_until_ready(found)
+  for mine, wanted in zip(found, by_hand(*args, mask), strict=True):
+    assert np.max(np.abs(np.asarray(mine, np.float64) - wanted)) < 1e-2 * np.max(np.abs(wanted))
+
+
+def test_a_kernel_asked_for_by_name_says_what_it_does_not_take():
+  q, k, v, gradient = operands(2, 2, 12, 40, widths=(64, 128))
+  mask = causal(2, 12, 40, 28)
+  words = bits.pack(jnp.asarray(mask))
+  for name in ("tpu", "tpu_interpret"):
+    with pytest.raises(ValueError, match=f"'{name}': heads whose widths are multiples of 128 .* 64 and 128"):
+      attend_bits(q, k, v, words, SCALE, name)
+  check((q, k, v, gradient), mask, None)  # without a name the reference takes them
+  with pytest.raises(ValueError, match="at most 131072 pairs of tiles are possible, got 262144"):
+    jax.eval_shape(
+      lambda x, words: attend_bits(x, x, x, words, SCALE, "tpu"),
+      jax.ShapeDtypeStruct((2, 1, 2**19, 128), jnp.bfloat16),
+      jax.ShapeDtypeStruct((2, 2**19, 2**14), jnp.int32),
     )
 
 
-def test_a_row_that_selects_nothing_is_0_with_gradient_0(implementation):
-  q, k, v, grad, mask = operands(1, 1, 140, 150, empty=20)
-  mask[:, :, 100:] = False  # and keys that nobody selects
-  out, grad_q, grad_k, grad_v = map(np.asarray, found(implementation, q, k, v, grad, mask))
-  assert not out[:, :, :20].any() and not grad_q[:, :, :20].any()
-  assert not grad_k[:, :, 100:].any() and not grad_v[:, :, 100:].any()
-  nothing = found(implementation, q, k, v, grad, np.zeros_like(mask))
-  assert not any(np.asarray(x).any() for x in nothing)
-
-
-def test_huge_logits(implementation):
-  q, k, v, grad, mask = operands(1, 1, 130, 140)
-  arguments = 30 * q, 30 * k, v, grad, mask
-  for expected, ours in zip(exact(*arguments), found(implementation, *arguments), strict=True):
-    np.testing.assert_allclose(ours, expected, atol=1e-3 * np.abs(expected).max(), rtol=0)
-
-
-def test_every_key_selected_is_plain_attention(implementation):
-  q, k, v, grad, mask = operands(1, 2, 160, 160)
-  causal = np.broadcast_to(np.tril(np.ones((160, 160), bool)), mask.shape)
-  out = found(implementation, q, k, v, grad, causal)[0]
-  logits = jnp.where(causal[:, None], jnp.einsum("bntk,bnsk->bnts", q, k) * SCALE, -jnp.inf)
-  plain = jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(logits, -1), v)
-  np.testing.assert_allclose(out, plain, atol=2e-6)
-
-
-def test_walks_visit_the_occupied_tiles():
-  mask = np.zeros((2, 512, 9000), bool)
-  mask[0, 5, 100] = mask[0, 400, 8999] = mask[1, 511, 4096] = True
-  meet = plan.occupied(bits.pack(jnp.asarray(mask)), queries=256, keys=1024)
-  assert [tuple(map(int, at)) for at in np.argwhere(np.asarray(meet))] == [(0, 0, 0), (0, 1, 8), (1, 1, 4)]
-  counts, others = plan.walk(meet)
-  assert counts.tolist() == [1, 1, 0, 1]
-  assert others.reshape(2, 2, -1)[..., 0].tolist() == [[0, 8], [0, 4]]
-  counts, others = plan.walk(jnp.asarray([[[True, False, True, True]]]))
-  assert counts.tolist() == [3] and others.tolist()[:3] == [0, 2, 3]
-
-
-def test_no_race_between_cores(race_free):
-  from pallas_kernels.sparse_mla import tpu
-
-  q, k, v, grad, mask = operands(1, 2, 256, 256)
-  words = bits.pack(jnp.asarray(mask))
-  with race_free(cores=2) as interpret:
-    out, pull = jax.vjp(lambda *qkv: tpu.attend_bits(*qkv, words, SCALE, interpret), q, k, v)
-    jax.block_until_ready((out, pull(grad)))
-
-
-@pytest.mark.parametrize(
-  ("change", "said"),
-  [
-    (dict(implementation="fast"), "sparse_mla implementation 'fast' is unknown; known: reference"),
-    (
-      dict(q=jnp.zeros((1, 2, 8, 96)), k=jnp.zeros((1, 2, 16, 96))),
-      "head widths by 128 are possible, got 96",
-    ),
-    (dict(v=jnp.zeros((1, 2, 16, 128), jnp.bfloat16)), "all float32 or all bfloat16"),
-    (dict(k=jnp.zeros((1, 1, 16, 128))), "are needed, got"),
-    (dict(words=jnp.zeros((1, 8, 256), jnp.int32)), r"bits int32 \(1, 8, 128\) are needed for 16 keys"),
-  ],
-)
-def test_refused(change, said):
-  given = dict(
-    q=jnp.zeros((1, 2, 8, 128)),
-    k=jnp.zeros((1, 2, 16, 128)),
-    v=jnp.zeros((1, 2, 16, 128)),
-    words=jnp.zeros((1, 8, 128), jnp.int32),
-    implementation="tpu_interpret",
-  )
-  q, k, v, words, implementation = (given | change).values()
-  with pytest.raises(ValueError, match=said):
-    attend_bits(q, k, v, words, 1.0, implementation)
-
-
-def test_what_the_kernels_do_not_take_falls_back():
-  q, k, v, grad, mask = operands(1, 2, 20, 30, K=96, H=64)
-  out = attend_bits(q, k, v, bits.pack(jnp.asarray(mask)), SCALE)
-  np.testing.assert_allclose(out, exact(q, k, v, grad, mask)[0], atol=1e-6)
+def test_impossible_requests_are_named():
+  q, k, v, _ = operands(2, 2, 12, 40)
+  words = jnp.zeros((2, 12, 128), jnp.int32)
+  half = v.astype(jnp.bfloat16)
+  for args, says in [
+    ((q, k, half, words), "all float32 or all bfloat16, got float32, float32, bfloat16"),
+    ((q, k[:, :, 1:], v, words), r"v \[B, N, S, H\] are needed, got .*\(2, 2, 39, 128\)"),
+    ((q, k, v, words[:, 1:]), r"bits int32 \(2, 12, 128\) are needed .* got int32 \(2, 11, 128\)"),
+    ((q, k, v, words.astype(jnp.uint32)), r"12 queries and 40 keys, got uint32"),
+  ]:
+    with pytest.raises(ValueError, match=says):
+      attend_bits(*args, SCALE)
+  with pytest.raises(ValueError, match="sparse_mla implementation 'fast' is unknown; known: reference"):
+    attend_bits(q, k, v, words, SCALE, "fast")
