@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.losses.pretrain import Batch, Denominators, LossWeights, forward_of, language_loss
-from glm5_jax.model import head_of
 
 
 def warmup_loss(
@@ -36,7 +35,7 @@ def sparse_loss(
 def _both(params, batch, cfg, denominator, weights, chunk):
   """(model's output, pre-training loss, its metrics)."""
   out = forward_of(params, cfg.replace(indexer_loss=True), batch, denominator)
-  return out, *language_loss(out, head_of(params, cfg), batch, denominator, weights, chunk)
+  return out, *language_loss(out, params, cfg, batch, denominator, weights, chunk)
 
 
 def _indexers_only(params: Any) -> Any:

@@ -99,7 +99,7 @@ def pretrain_loss(
   "router_counts"; all are shares of the whole batch's value and add up over micro-batches.
   """
   out = forward_of(params, cfg, batch, denominator)
-  return language_loss(out, head_of(params, cfg), batch, denominator, weights, chunk)
+  return language_loss(out, params, cfg, batch, denominator, weights, chunk)
 
 
 def forward_of(params: Any, cfg: ModelConfig, batch: Batch, denominator: Denominators) -> ModelOutput:
@@ -110,15 +110,24 @@ def forward_of(params: Any, cfg: ModelConfig, batch: Batch, denominator: Denomin
 
 def language_loss(
   out: ModelOutput,
-  head_DV: jax.Array,
+  params: Any,
+  cfg: ModelConfig,
   batch: Batch,
   denominator: Denominators,
   weights: LossWeights,
   chunk: int,
 ) -> tuple[jax.Array, dict[str, Any]]:
   """`pretrain_loss` of what the model has returned."""
+  hidden = [out.hidden_BTD[None]]
+  if denominator.mtp_tokens:
+    hidden.append(out.aux["mtp_hidden_KBTD"])
   with jax.named_scope("loss"):
-    loss, metrics = _token_losses(out, head_DV, batch, denominator, weights.mtp, chunk)
+    # Behind a barrier the whole head is there for the loss alone: forwards it is fetched when the layers are
+    # done, backwards its gradient has gone to where it is stored before theirs begin.
+    stored = "embed" if cfg.tie_word_embeddings else "head"
+    hidden, table = jax.lax.optimization_barrier((hidden, params[stored]))
+    head_DV = head_of({stored: table}, cfg)
+    loss, metrics = _token_losses(hidden, head_DV, batch, denominator, weights.mtp, chunk)
     balance = out.aux["balance"] / denominator.rows
     loss += weights.balance * balance
   metrics |= {"loss": loss, "balance_loss": balance, "router_counts": out.aux["router_counts"]}
@@ -126,18 +135,20 @@ def language_loss(
 
 
 def _token_losses(
-  out: ModelOutput,
+  hidden: list[jax.Array],
   head_DV: jax.Array,
   batch: Batch,
   denominator: Denominators,
   mtp_weight: jax.Array | float,
   chunk: int,
 ) -> tuple[jax.Array, dict[str, Any]]:
-  """CE + λ/3 · Σ_k CE_k and their metrics, through one pass over the tokens of all depths."""
+  """CE + λ/3 · Σ_k CE_k and their metrics, through one pass over the tokens of all depths.
+
+  hidden: of the trunk [1, B, T, D], and of the MTP depths [K, B, T, D] where there are any.
+  """
   depths = len(denominator.mtp_tokens)
   counts = (denominator.tokens, *denominator.mtp_tokens)
   factors = (1.0, *[mtp_weight / depths] * depths)
-  hidden = [out.hidden_BTD[None], *([out.aux["mtp_hidden_KBTD"]] if depths else [])]
   targets, shares, weights = [], [], []
   for depth, (tokens, factor) in enumerate(zip(counts, factors, strict=True)):
     targets_BT, weights_BT = map(spmd.take_mine, depth_targets(batch, depth))

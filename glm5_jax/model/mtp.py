@@ -6,6 +6,7 @@ after `norm`. Slot i keeps position i. Embedding and head are the trunk's.
 Sources: GLM-5 report §2.1.4; checkpoint order of eh_proj as served by vLLM and SGLang.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,10 +82,17 @@ class MultiTokenPrediction(nn.Module):
     hnorm_D = weight(self, "hnorm", (D,), ("embed",), ones, cfg.param_dtype)
     eh_2DD = weight(self, "eh_proj", (2 * D, D), ("embed_pair", "embed"), normal(cfg), cfg.param_dtype, dtype)
     norm_D = weight(self, "norm", (D,), ("embed",), ones, cfg.param_dtype)
-    pair = [
-      rms_norm(embedding_BTD, enorm_D, cfg.rms_norm_eps),
-      rms_norm(hidden_BTD, hnorm_D, cfg.rms_norm_eps),
-    ]
-    u_BTD = project(jnp.concatenate(pair, axis=-1), eh_2DD, dtype)
+    eps = cfg.rms_norm_eps
+
+    def join(embedding_BTD, hidden_BTD, enorm_D, hnorm_D, eh_2DD):
+      pair = [rms_norm(embedding_BTD, enorm_D, eps), rms_norm(hidden_BTD, hnorm_D, eps)]
+      return project(jnp.concatenate(pair, axis=-1), eh_2DD, dtype)
+
+    u_BTD = self._recomputed(join)(embedding_BTD, hidden_BTD, enorm_D, hnorm_D, eh_2DD)
     u_BTD, _, cache, aux = block(u_BTD, ctx, None, cache)
-    return rms_norm(u_BTD, norm_D, cfg.rms_norm_eps), cache, aux
+    hidden_BTD = self._recomputed(lambda x_BTD, scale_D: rms_norm(x_BTD, scale_D, eps))(u_BTD, norm_D)
+    return hidden_BTD, cache, aux
+
+  def _recomputed(self, fn: Callable) -> Callable:
+    """What stands around the block is computed again in the backward pass wherever the block is."""
+    return fn if self.cfg.remat == "none" else jax.checkpoint(fn, prevent_cse=not self.cfg.scan_layers)

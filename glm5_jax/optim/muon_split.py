@@ -63,6 +63,8 @@ def scale_by_muon_split(
 
   def update(updates, state: MuonState, params=None):
     del params
+    # Without it the compiler may cast the momentum before the backward pass, and keep both for all of it.
+    updates, state = jax.lax.optimization_barrier((updates, state))
     mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
     count = optax.safe_increment(state.count)
     low_mu, low_updates = optax.tree.cast(state.mu, ns_dtype), optax.tree.cast(updates, ns_dtype)

@@ -19,8 +19,8 @@ RULES: dict[str, tuple[str, ...]] = {
   "experts": ("expert",),
   "embed": ("fsdp", "context", "expert"),
   "embed_pair": ("fsdp", "context", "expert"),
-  "q_rank": ("fsdp", "context"),
-  "kv_rank": ("fsdp", "context"),
+  "q_rank": ("fsdp", "context", "expert"),
+  "kv_rank": ("fsdp", "context"),  # a quarter of q_rank: too few rows for all three
   "heads": ("tensor",),
   "mlp": ("tensor",),
   "vocab": (),

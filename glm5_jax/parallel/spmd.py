@@ -55,11 +55,14 @@ def gather_weight(w: jax.Array, axes: Axes, use: Any = None) -> jax.Array:
 
   `use`: the dtype in which parts travel; without a mesh the weight stays as it is.
   """
+  if use is not None and w.dtype != use and any(_present(names) for names in gathered_axes(axes)):
+    # The compiler would cast the weights of all layers before the first, and keep both.
+    w = jax.lax.optimization_barrier(w).astype(use)
   for dim, names in enumerate(gathered_axes(axes)):
     # One axis after another, the last first: XLA has no all-gather for small parts on axes that together are
     # no line of the torus, and would sum zeros instead, at four times the bytes.
     for name in reversed(_present(names)):
-      w = jax.lax.all_gather(w if use is None else w.astype(use), name, axis=dim, tiled=True)
+      w = jax.lax.all_gather(w, name, axis=dim, tiled=True)
   return w
 
 

@@ -68,7 +68,7 @@ def test_layouts():
   assert spec(("layers", "embed")) == PartitionSpec(None, None)  # vectors are whole
   assert gathered_axes(("experts", "embed", "mlp")) == ((), ("fsdp", "context"), ())
   assert gathered_axes(("heads", "head_dim", "embed")) == ((), (), ("fsdp", "context", "expert"))
-  assert unsplit_axes(spec(("q_rank", "heads", "head_dim"))) == ("data", "expert")
+  assert unsplit_axes(spec(("kv_rank", "heads", "head_dim"))) == ("data", "expert")
   assert unsplit_axes(PartitionSpec()) == AXES
 
 
