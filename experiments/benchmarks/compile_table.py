@@ -10,6 +10,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +37,41 @@ class Program:
     return ["launch.compile", f"--topology={self.topology}", *self.flags]
 
 
-PRETRAIN = "--config=experiments/glm5_744b.py"
-MIDTRAIN = "--config=experiments/glm5_midtrain.py:200k"
-LEARNER = "--config=experiments/glm5_dsa.py:learner"
+PRETRAIN = ("--config=experiments/glm5_744b.py", "--rows=512")
+MIDTRAIN = "--config=experiments/glm5_midtrain.py:"
+LEARNER = ("--config=experiments/glm5_dsa.py:learner", "--rows=256")
+SPARSE_32K = (
+  "--config=experiments/glm5_dsa.py:sparse",
+  "--config.data.seq_len=32768",
+  "--config.mesh.context=1",
+  "--rows=512",
+)
+
+
+def of_pretraining(*settings: str) -> Program:
+  """The first program with other settings: what a setting costs and saves."""
+  return Program(f"pre-training 4K, {' '.join(settings)}", "v5p:8x8x8", (*PRETRAIN, *_flags(settings)), False)
+
+
+def _flags(settings: Iterable[str]) -> tuple[str, ...]:
+  sections = {"remat": "model", "loss_chunk": "train"}
+  return tuple(f"--config.{sections[setting.partition('=')[0]]}.{setting}" for setting in settings)
+
+
 PROGRAMS = (
-  Program("pre-training 4K", "v5p:8x8x8", (PRETRAIN, "--rows=512")),
-  Program("pre-training 4K", "tpu7x:4x8x8", (PRETRAIN, "--rows=512"), in_turn=False),
-  Program("mid-training 202,752", "v5p:8x16x16", (MIDTRAIN, "--rows=256"), in_turn=False),
-  Program("mid-training 202,752", "tpu7x:8x8x16", (MIDTRAIN, "--rows=256"), in_turn=False),
-  Program("sparse learner 131,072", "v5p:8x16x16", (LEARNER, "--rows=256"), in_turn=False),
+  Program("pre-training 4K", "v5p:8x8x8", PRETRAIN),
+  Program("pre-training 4K", "tpu7x:4x8x8", PRETRAIN),
+  Program("sparse learner 131,072", "v5p:8x16x16", LEARNER),
+  Program("sparse learner 131,072", "tpu7x:8x8x16", LEARNER),
+  Program("mid-training 131,072", "v5p:8x16x16", (f"{MIDTRAIN}128k", "--rows=256"), in_turn=False),
+  Program("mid-training 131,072", "tpu7x:8x8x16", (f"{MIDTRAIN}128k", "--rows=256"), in_turn=False),
+  Program("mid-training 202,752", "v5p:8x16x16", (f"{MIDTRAIN}200k", "--rows=256"), in_turn=False),
+  Program("mid-training 202,752", "tpu7x:8x8x16", (f"{MIDTRAIN}200k", "--rows=256"), in_turn=False),
+  of_pretraining("remat=full"),
+  of_pretraining("remat=full", "loss_chunk=16384"),
+  of_pretraining("remat=full", "loss_chunk=1024"),
+  of_pretraining("remat=offload", "loss_chunk=1024"),
+  Program("sparse training 32,768", "v5p:8x8x8", SPARSE_32K, in_turn=False),
 )
 
 
@@ -66,15 +93,17 @@ def report(program: Program) -> dict | None:
 def table() -> str:
   """Markdown, one row a finished program."""
   lines = [
-    "| program | slice | memory needed a device | left | cycles (estimate) | compile |",
+    "| program | command | memory a device, left | state, temporaries, host | cycles (estimate), kernels | compiling |",
     "|---|---|---|---|---|---|",
   ]
   for program in PROGRAMS:
     if found := report(program):
-      needed = found["memory"]["needed"] / GIB
+      memory = found["memory"]
       lines.append(
-        f"| {program.name} | {program.topology} | {needed:.1f} of {found['hbm_bytes'] / GIB:.1f} GiB "
-        f"| {found['headroom']:.0%} | {found['cycles'] / 1e9:.2f} G, {found['seconds']:.2f} s "
+        f"| {program.name} | `python -m {' '.join(program.command)}` "
+        f"| {memory['needed'] / GIB:.1f} of {found['hbm_bytes'] / GIB:.1f} GiB, {found['headroom']:.0%} "
+        f"| {memory['arguments'] / GIB:.1f}, {memory['temporaries'] / GIB:.1f}, {found['host_bytes'] / GIB:.1f} GiB "
+        f"| {found['cycles'] / 1e9:.2f} G, {found['kernel_cycles'] / 1e9:.2f} G "
         f"| {found['compile_seconds'] / 60:.1f} min, {found['peak_rss'] / GIB:.1f} GiB |"
       )
   return "\n".join(lines)

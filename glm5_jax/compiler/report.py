@@ -128,6 +128,7 @@ class Report:
       "host_bytes": self.memory.host,
       "headroom": self.headroom,
       "cycles": self.cycles,
+      "kernel_cycles": self.cost.kernel_cycles,
       "seconds": self.seconds,
       "wire_bytes": self.wire_bytes,
       "wire_seconds": self.wire_seconds,
