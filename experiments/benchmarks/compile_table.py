@@ -93,16 +93,17 @@ def report(program: Program) -> dict | None:
 def table() -> str:
   """Markdown, one row a finished program."""
   lines = [
-    "| program | command | memory a device, left | state, temporaries, host | cycles (estimate), kernels | compiling |",
+    "| program | command | memory a device | state, temporaries, host | cycles, of kernels | compiling |",
     "|---|---|---|---|---|---|",
   ]
   for program in PROGRAMS:
     if found := report(program):
       memory = found["memory"]
+      parts = memory["arguments"], memory["temporaries"], found["host_bytes"]
       lines.append(
         f"| {program.name} | `python -m {' '.join(program.command)}` "
         f"| {memory['needed'] / GIB:.1f} of {found['hbm_bytes'] / GIB:.1f} GiB, {found['headroom']:.0%} "
-        f"| {memory['arguments'] / GIB:.1f}, {memory['temporaries'] / GIB:.1f}, {found['host_bytes'] / GIB:.1f} GiB "
+        f"| {', '.join(f'{part / GIB:.1f}' for part in parts)} GiB "
         f"| {found['cycles'] / 1e9:.2f} G, {found['kernel_cycles'] / 1e9:.2f} G "
         f"| {found['compile_seconds'] / 60:.1f} min, {found['peak_rss'] / GIB:.1f} GiB |"
       )
